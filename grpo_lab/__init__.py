@@ -1,0 +1,33 @@
+"""grpo_lab: reinforcement learning from verifiable rewards as a plug-in for Hugging Face TRL.
+
+Public names are loaded on first use, so that ``import grpo_lab`` (and every pure room below it) costs nothing and
+works on a machine without TRL, vLLM or math-verify.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LabConfig": "grpo_lab.trainer",
+    "LabTrainer": "grpo_lab.trainer",
+    "DrGRPOTrainer": "grpo_lab.trainer",
+}
+
+__all__ = ["DrGRPOTrainer", "LabConfig", "LabTrainer", "__version__"]
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer import DrGRPOTrainer, LabConfig, LabTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'grpo_lab' has no attribute {name!r}; it offers {sorted(_HOMES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

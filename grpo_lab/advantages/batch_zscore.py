@@ -1,0 +1,25 @@
+"""Group mean, batch standard deviation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_lab.advantages.groups import by_group, group_average, sample_std, scorable
+
+
+@dataclass(frozen=True)
+class BatchZScore:
+    """Â_i = (r_i − mean of its group)/(std of the whole batch + ε).
+
+    Source: "Tricks or Traps" (arXiv 2508.08221, §4.1, group-level mean with batch-level std); TRL's
+    ``scale_rewards="batch"``. Keeps GRPO's scale without its per-question weights.
+    """
+
+    epsilon: float = 1e-4
+
+    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        grouped = by_group(rewards, group_size)
+        std = sample_std(rewards, dim=0)
+        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)).reshape(-1))

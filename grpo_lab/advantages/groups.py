@@ -1,0 +1,50 @@
+"""Arithmetic on groups that every rule shares: door check, NaN-aware mean and standard deviation, dead groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def by_group(rewards: Tensor, group_size: int) -> Tensor:
+    """``[N] -> [N/G, G]``, after checking the door."""
+    if rewards.dim() != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
+    if group_size < 1 or rewards.numel() % group_size:
+        raise ValueError(f"{rewards.numel()} rewards are not whole groups of num_generations={group_size}")
+    if rewards.isinf().any():
+        raise ValueError("a reward is infinite; a reward function must return finite numbers, or None for unscorable")
+    return rewards.reshape(rewards.numel() // group_size, group_size)
+
+
+def group_average(grouped: Tensor) -> Tensor:
+    """NaN-aware mean of each group, ``[N/G, 1]``. A dead group's mean is its common reward *exactly*.
+
+    ``mean([0.1] * 6)`` rounds to something else than 0.1; the group would then get advantages of 1e-9 where the formula
+    says 0, and its rows could not be skipped.
+    """
+    first = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    return torch.where(is_dead(grouped).unsqueeze(1), first, grouped.nanmean(dim=1, keepdim=True))
+
+
+def is_dead(grouped: Tensor) -> Tensor:
+    """bool ``[N/G]``: all scorable rewards of the group are equal (or none is scorable): advantage 0 by formula."""
+    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+    return high <= low
+
+
+def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """NaN-aware standard deviation with Bessel's correction (n − 1), as TRL's and the papers' code use it.
+
+    A single scorable value has no spread: 0.
+    """
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return std if keepdim else std.squeeze(dim)
+
+
+def scorable(advantages: Tensor) -> Tensor:
+    """Unscorable rows (NaN) carry no signal: advantage 0."""
+    return advantages.nan_to_num(nan=0.0)

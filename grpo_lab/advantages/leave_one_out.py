@@ -1,0 +1,26 @@
+"""Leave-one-out baseline: RLOO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages.groups import by_group, is_dead, scorable
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Â_i = r_i − mean(r_j, j ≠ i) = (r_i − mean r) · n/(n − 1), n scorable completions of the group.
+
+    Source: RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 8). Unbiased. A group with a single scorable
+    completion has no baseline and gets 0.
+    """
+
+    def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
+        grouped = by_group(rewards, group_size)
+        count = (~grouped.isnan()).sum(dim=1, keepdim=True)
+        others = (grouped.nansum(dim=1, keepdim=True) - grouped) / (count - 1).clamp(min=1)
+        advantages = torch.where(is_dead(grouped).unsqueeze(1), torch.zeros_like(grouped), grouped - others)
+        return scorable(advantages.reshape(-1))

@@ -1,0 +1,110 @@
+"""Typed carriers between the rooms, and the legend of axes.
+
+=====  ==========================================================================================
+axis   meaning
+=====  ==========================================================================================
+N      rows (= samples = completions) of a generation batch over all ranks, groups contiguous
+G      completions of one prompt (a *group*); ``N = groups * G``
+F      reward components
+B      rows of one micro-batch or bin on this rank
+T      completion tokens, left-aligned: token 0 is the first token of the completion
+=====  ==========================================================================================
+
+Log-probabilities are in nats, lengths in tokens, shares are fractions of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a surrogate sees: one micro-batch of completions with everything the loss may read.
+
+    Args:
+        logps: ``[B, T]`` log-probs of the policy that is being trained; carries the gradient.
+        old_logps: ``[B, T]`` log-probs of the policy that made the completions (``logps.detach()`` when on-policy).
+        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``).
+        advantages: ``[B, 1]`` or ``[B, T]``.
+        mask: bool ``[B, T]``, True where a token carries loss.
+        ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
+        entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
+        sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
+        extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
+    """
+
+    logps: Tensor
+    old_logps: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    mask: Tensor
+    ref_logps: Tensor | None = None
+    entropies: Tensor | None = None
+    sampler_weights: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> Tensor:
+        """Importance ratio π_θ/π_old at the objective's level, ``[B, T]`` or ``[B, 1]``."""
+        return self.log_ratio.exp()
+
+    def with_log_ratio(self, log_ratio: Tensor) -> TokenBatch:
+        return replace(self, log_ratio=log_ratio)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What a sum over tokens is divided by. Counted by the trainer over the whole optimizer step and all ranks.
+
+    Data-parallel training averages gradients over ranks, so each global count is divided by the number of ranks:
+    ``rows = rows of the optimizer step over all ranks / ranks``, and likewise ``tokens``. Counted *before* any row is
+    left out, hence independent of how rows are cut into micro-batches.
+
+    Args:
+        rows: completions.
+        tokens: tokens that carry loss; a number, a 0-dim tensor, or ``[B, 1]`` per row.
+        budget: the generation budget (``max_completion_length``), tokens; Dr.GRPO's constant.
+        micro_batches: micro-batches of the step; read only by ``local_token_mean``.
+    """
+
+    rows: float
+    tokens: float | Tensor
+    budget: float
+    micro_batches: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """Rewards of one generation batch, the same on every rank.
+
+    Args:
+        values: float ``[N, F]``; NaN where a component could not score a completion.
+        names: F component names.
+        weights: float ``[F]``.
+        group_size: G; ``N % G == 0``, groups are contiguous.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+    weights: Tensor
+    group_size: int
+
+    def __post_init__(self) -> None:
+        n, f = self.values.shape
+        if f != len(self.names) or f != self.weights.numel():
+            raise ValueError(
+                f"reward table has {f} columns, but {len(self.names)} names {self.names} and {self.weights.numel()} "
+                "weights; `reward_funcs` and `reward_weights` must have the same length"
+            )
+        if n % self.group_size:
+            raise ValueError(f"{n} rows are not whole groups of num_generations={self.group_size}")
+
+    @property
+    def total(self) -> Tensor:
+        """Weighted sum ``[N]``; NaN where *no* component could score the row."""
+        total = (self.values * self.weights.to(self.values.device)).nansum(dim=1)
+        return total.masked_fill(self.values.isnan().all(dim=1), float("nan"))

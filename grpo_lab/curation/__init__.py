@@ -1,0 +1,75 @@
+"""Which rows to train on: what each filter looks at stands in its own file, `docs/choosing_the_data.md` says how they
+go together. Names are resolved on first use, so importing this package loads nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_lab.curation.balancing import balance as balance
+    from grpo_lab.curation.contamination import Contamination as Contamination
+    from grpo_lab.curation.contamination import EvaluationIndex as EvaluationIndex
+    from grpo_lab.curation.contamination import contaminated as contaminated
+    from grpo_lab.curation.contamination import find_contamination as find_contamination
+    from grpo_lab.curation.curriculum import CurriculumSampler as CurriculumSampler
+    from grpo_lab.curation.curriculum import UniformThenHardSampler as UniformThenHardSampler
+    from grpo_lab.curation.duplicates import Deduplicated as Deduplicated
+    from grpo_lab.curation.duplicates import deduplicate as deduplicate
+    from grpo_lab.curation.guessing import answer_only as answer_only
+    from grpo_lab.curation.guessing import guess_rates as guess_rates
+    from grpo_lab.curation.guessing import guessable as guessable
+    from grpo_lab.curation.kinds import question_kind as question_kind
+    from grpo_lab.curation.long2short import Sampled as Sampled
+    from grpo_lab.curation.long2short import preference_pairs as preference_pairs
+    from grpo_lab.curation.long2short import sampled as sampled
+    from grpo_lab.curation.long2short import shortest_correct as shortest_correct
+    from grpo_lab.curation.pass_rate import PassRate as PassRate
+    from grpo_lab.curation.pass_rate import keep_band as keep_band
+    from grpo_lab.curation.pass_rate import pass_rates as pass_rates
+    from grpo_lab.curation.prioritized import PrioritizedSampler as PrioritizedSampler
+    from grpo_lab.curation.report import CurationReport as CurationReport
+    from grpo_lab.curation.report import FilterOutcome as FilterOutcome
+    from grpo_lab.curation.rounds import RoundSampler as RoundSampler
+    from grpo_lab.curation.selection import Selection as Selection
+    from grpo_lab.curation.weights import average_weights as average_weights
+
+_HOME = {
+    "balance": "balancing",
+    "Contamination": "contamination",
+    "EvaluationIndex": "contamination",
+    "contaminated": "contamination",
+    "find_contamination": "contamination",
+    "CurriculumSampler": "curriculum",
+    "UniformThenHardSampler": "curriculum",
+    "Deduplicated": "duplicates",
+    "deduplicate": "duplicates",
+    "answer_only": "guessing",
+    "guess_rates": "guessing",
+    "guessable": "guessing",
+    "question_kind": "kinds",
+    "Sampled": "long2short",
+    "preference_pairs": "long2short",
+    "sampled": "long2short",
+    "shortest_correct": "long2short",
+    "PassRate": "pass_rate",
+    "keep_band": "pass_rate",
+    "pass_rates": "pass_rate",
+    "PrioritizedSampler": "prioritized",
+    "CurationReport": "report",
+    "FilterOutcome": "report",
+    "RoundSampler": "rounds",
+    "Selection": "selection",
+    "average_weights": "weights",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,257 @@
+"""How often a model solves each problem: n samples, scored, saved problem by problem.
+
+p̂_i = (right completions of problem i) / (scored completions of problem i)
+
+Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
+difficulty of the problem. Generation and scoring are handed in, so that vLLM, transformers or a script can stand
+behind them. A completion that could not be scored (`None`) is counted apart and never as wrong.
+
+The file is JSON lines: a header with the settings, then one line a problem, appended and synced to disk after every
+batch. A run that was killed goes on with the problems that have no line yet; a torn last line is cut off. Problems
+are recognised by their content, so the order of the data may change and equal problems are sampled once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+Problem = Mapping[str, Any]
+Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
+Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """Scores of one problem's completions; `completions` is None where they were not kept."""
+
+    scores: tuple[float | None, ...]
+    successes: int
+    completions: tuple[Any, ...] | None = None
+
+    @property
+    def trials(self) -> int:
+        """Completions that could be scored."""
+        return sum(score is not None for score in self.scores)
+
+    @property
+    def unscorable(self) -> int:
+        return len(self.scores) - self.trials
+
+    @property
+    def rate(self) -> float | None:
+        """p̂, or None if no completion could be scored."""
+        return self.successes / self.trials if self.trials else None
+
+
+def pass_rates(
+    problems: Sequence[Problem],
+    generate: Generate,
+    score: Score,
+    n: int = 10,
+    *,
+    path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    success_at: float = 1.0,
+    batch_size: int = 32,
+    keep_completions: bool = True,
+    prompt_column: str = "prompt",
+    progress: bool = True,
+) -> list[PassRate]:
+    """The pass rate of every problem, in the order of `problems`.
+
+    Args:
+        problems: rows with the column `prompt_column`; every other column goes to `score`.
+        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists).
+        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`.
+        n: samples a problem.
+        path: JSON-lines file to append to and to go on from; None keeps nothing.
+        settings: what the samples depend on (model, temperature, …). Written into the file; a file with other
+            settings is refused.
+        success_at: least score that counts as right.
+        batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
+        keep_completions: store the texts too (the long2short builders need them).
+    Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
+        belongs to other settings, is damaged before its end, or is being written by another process.
+    """
+    _check(problems, n, batch_size, prompt_column)
+    header = {
+        "grpo_lab": "pass_rates",
+        "n": n,
+        "success_at": success_at,
+        "prompt_column": prompt_column,
+        "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
+    }
+    keys = [problem_key(problem) for problem in problems]
+    with _opened(path, header, keep_completions) as (done, save):
+        missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
+        todo = list(missing.items())
+        with _bar(len(set(keys)), len(set(keys)) - len(todo), progress) as advance:
+            for start in range(0, len(todo), batch_size):
+                batch = todo[start : start + batch_size]
+                results = _sample([problem for _, problem in batch], generate, score, n, success_at, prompt_column)
+                if not keep_completions:
+                    results = [PassRate(result.scores, result.successes) for result in results]
+                named = {key: result for (key, _), result in zip(batch, results, strict=True)}
+                save(named)
+                done.update(named)
+                advance(len(batch))
+    return [done[key] for key in keys]
+
+
+def problem_key(problem: Problem) -> str:
+    """What makes a problem the same one in another run: a digest of all of its columns."""
+    text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0) -> list[bool]:
+    """Which problems have low < p < high, both ends excluded; a problem without a rate (None) is not kept.
+
+    The default keeps what can teach at all: with p = 0 or 1 every group is dead and its advantages are zero.
+    """
+    if not low < high:
+        raise ValueError(f"the band low={low} < p < high={high} is empty")
+    if wrong := [rate for rate in rates if rate is not None and not 0 <= rate <= 1]:
+        raise ValueError(f"a pass rate lies in [0, 1]; got {wrong[0]}")
+    return [rate is not None and low < rate < high for rate in rates]
+
+
+def _sample(
+    problems: list[Problem], generate: Generate, score: Score, n: int, success_at: float, prompt_column: str
+) -> list[PassRate]:
+    prompts = [problem[prompt_column] for problem in problems]
+    groups = generate(prompts, n)
+    if len(groups) != len(prompts) or any(len(group) != n for group in groups):
+        raise ValueError(
+            f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
+            f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
+        )
+    columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in _names(problems)}
+    columns.pop(prompt_column)
+    scores = score(
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        completions=[completion for group in groups for completion in group],
+        **columns,
+    )
+    if len(scores) != n * len(prompts):
+        raise ValueError(f"score got {n * len(prompts)} completions and returned {len(scores)} scores")
+    results: list[PassRate] = []
+    for row, group in enumerate(groups):
+        own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])
+        results.append(_result(own, success_at, tuple(group)))
+    return results
+
+
+def _result(scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None) -> PassRate:
+    successes = sum(score is not None and score >= success_at for score in scores)
+    return PassRate(scores, successes, completions)
+
+
+def _names(problems: list[Problem]) -> list[str]:
+    return list(dict.fromkeys(name for problem in problems for name in problem))
+
+
+def _check(problems: Sequence[Problem], n: int, batch_size: int, prompt_column: str) -> None:
+    if n < 1 or batch_size < 1:
+        raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")
+    for row, problem in enumerate(problems):
+        if prompt_column not in problem:
+            raise ValueError(
+                f"problem {row} has no column {prompt_column!r} (prompt_column); its columns: {sorted(problem)}"
+            )
+
+
+Save = Callable[[Mapping[str, PassRate]], None]
+
+
+@contextmanager
+def _opened(
+    path: str | Path | None, header: dict[str, Any], keep_completions: bool
+) -> Iterator[tuple[dict[str, PassRate], Save]]:
+    """The results that are there already and a function that appends more and returns once they are on the disk."""
+    if path is None:
+        yield {}, lambda results: None
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path} is being written by another process") from error
+        done = _read(file, path, header, keep_completions)
+
+        def save(results: Mapping[str, PassRate]) -> None:
+            lines = [_line({"key": key, **_row(result)}) for key, result in results.items()]
+            _append(file, lines)
+
+        yield done, save
+
+
+def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_completions: bool) -> dict[str, PassRate]:
+    file.seek(0)
+    lines = file.read().split(b"\n")
+    parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
+    good = len(parsed)
+    while good and parsed[good - 1] is None:
+        good -= 1
+    if None in parsed[:good]:
+        raise ValueError(f"{path} is damaged in line {parsed.index(None) + 1}; remove that line or the file")
+    file.truncate(sum(len(line) + 1 for line in lines[:good]))
+    file.seek(0, os.SEEK_END)
+    if not good:
+        _append(file, [_line(header)])
+        return {}
+    found = parsed[0] or {}
+    if other := sorted(name for name in header if found.get(name) != header[name]):
+        seen = {name: found.get(name) for name in other}
+        raise ValueError(
+            f"{path} holds samples made with {seen}, this run has { {name: header[name] for name in other} }; "
+            "use another path or remove the file"
+        )
+    done: dict[str, PassRate] = {}
+    for row in parsed[1:good]:
+        assert row is not None
+        if keep_completions and row.get("completions") is None:
+            raise ValueError(f"{path} was written without completions (keep_completions=False) and this run needs them")
+        completions = tuple(row["completions"]) if keep_completions else None
+        done[row["key"]] = _result(tuple(row["scores"]), header["success_at"], completions)
+    return done
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and ("grpo_lab" in row or ("key" in row and "scores" in row)) else None
+
+
+def _row(result: PassRate) -> dict[str, Any]:
+    row: dict[str, Any] = {"scores": list(result.scores), "rate": result.rate}
+    return row if result.completions is None else {**row, "completions": list(result.completions)}
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=True).encode() + b"\n"
+
+
+def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
+    file.write(b"".join(lines))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _bar(total: int, done: int, shown: bool) -> Iterator[Callable[[int], object]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=done, desc="pass rates", unit="problem", disable=not shown) as bar:
+        yield bar.update

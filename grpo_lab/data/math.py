@@ -1,0 +1,97 @@
+"""MATH (arXiv 2103.03874), MATH-500, AIME and files written like them: final answers in LaTeX."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_QUESTION = ("problem", "question")
+_GOLD = ("gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
+_WORKED = ("solution", "worked_solution", "gold_solution")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+
+
+def load_math(
+    source: str | Path = "HuggingFaceH4/MATH-500",
+    split: str = "test",
+    template: str | PromptTemplate = "qwen_math",
+    *,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """A MATH-like data set, ready for training or evaluation.
+
+    Args:
+        source: hub name, local folder with ``<split>.jsonl`` (``math500.jsonl`` also serves as ``test``), or one
+            ``.jsonl`` file (then ``split`` is not looked at).
+        split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
+        template: name of a prompt template (``grpo_lab.data.prompts``).
+        system_prompt: system turn, for template ``chat`` alone.
+
+    Returns:
+        columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
+        leading zeros stay), ``worked_solution`` where the file has one, and the rest (level, subject, …). The final
+        answer is the column ``gold_answer`` or ``answer``; without one, the last ``\\boxed{…}`` of ``solution``.
+
+    Raises:
+        ValueError: what was seen, what is needed, and the setting that governs it.
+    """
+    form = find_template(template, system_prompt)
+    rows = read_rows(source, split, also=("math500",) if split == "test" else ())
+    question = required_column(rows, _QUESTION, source)
+    gold = first_present(rows, _GOLD)
+    worked = first_present(rows, _WORKED) if gold else required_column(rows, (*_WORKED, *_GOLD), source)
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        rest = {name: value for name, value in row.items() if name not in {question, gold, worked}}
+        answer = _gold_answer(row, gold, worked, number, source)
+        examples.append(
+            rest
+            | {"question": text_of(row, question, number, source), "solution": answer}
+            | ({"worked_solution": row[worked]} if worked and row.get(worked) else {})
+        )
+    return to_dataset(examples, form)
+
+
+def _gold_answer(row: Row, gold: str | None, worked: str | None, number: int, source: str | Path) -> str:
+    if gold:
+        return text_of(row, gold, number, source).strip()
+    assert worked is not None
+    answer = last_boxed(text_of(row, worked, number, source))
+    if answer is None:
+        raise ValueError(
+            f"source {str(source)!r}, row {number}: no complete \\boxed{{…}} in column {worked!r}, "
+            f"and no column {' or '.join(_GOLD)}"
+        )
+    return answer
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None without one.
+
+    One pass, no recursion: the text may be hostile.
+    """
+    starts = [box.end() for box in _BOX.finditer(text)]
+    if not starts:
+        return None
+    start = starts[-1]
+    if not text.startswith("{", start):
+        bare = re.match(r"[^\s$.,;]+", text[start:])
+        return bare.group() if bare else None
+    depth, position = 0, start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 2  # an escaped brace opens and closes nothing
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[start + 1 : position].strip() or None
+        position += 1
+    return None

@@ -1,0 +1,33 @@
+"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML reports."""
+
+from grpo_lab.evaluation.generation import Completion, Generate, TransformersGenerator
+from grpo_lab.evaluation.measure import evaluate
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.report import write_report
+from grpo_lab.evaluation.result import EvaluationResult, paired_gain
+from grpo_lab.evaluation.statistics import (
+    Interval,
+    majority_at_k,
+    paired_difference,
+    pass_at_k,
+    wilson_interval,
+)
+from grpo_lab.evaluation.terminal import headline, terminal_summary
+
+__all__ = [
+    "Completion",
+    "EvaluationResult",
+    "Generate",
+    "Interval",
+    "Outcome",
+    "TransformersGenerator",
+    "evaluate",
+    "headline",
+    "majority_at_k",
+    "paired_difference",
+    "paired_gain",
+    "pass_at_k",
+    "terminal_summary",
+    "wilson_interval",
+    "write_report",
+]

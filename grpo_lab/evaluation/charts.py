@@ -1,0 +1,213 @@
+"""Where the ink goes: series → pixel coordinates. The markup is in `templates/chart.svg.j2`, which escapes all text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 480.0, 264.0
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 42.0
+SMOOTH_FROM = 20
+"""Series shorter than this are drawn as they are."""
+_MOST_POINTS = 300
+
+# Okabe & Ito's colour-blind-safe palette; the dash tells lines apart without any colour at all.
+STYLES = [("#0072B2", ""), ("#D55E00", "7 4"), ("#009E73", "2 3"), ("#A8558A", "9 3 2 3"), ("#6B7280", "1 3")]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One named series of a chart. ``errors``: (low, high) at each point, drawn as bars. ``markers``: show the points."""
+
+    label: str
+    points: Points
+    errors: Sequence[tuple[float, float]] = ()
+    markers: bool = False
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class DrawnLine:
+    label: str
+    colour: str
+    dash: str
+    raw: str
+    smooth: str
+    dots: list[tuple[float, float, str]]
+    bars: list[tuple[float, float, float]]
+    first: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Everything the template needs, in pixels of a WIDTH × HEIGHT box."""
+
+    unit: str
+    lines: list[DrawnLine]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    smoothing: int
+    description: str
+    rule: Tick | None = None
+    box: dict[str, float] = field(
+        default_factory=lambda: {
+            "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM
+        }
+    )  # fmt: skip
+
+
+def draw(
+    lines: Sequence[Line],
+    *,
+    unit: str,
+    share: bool = False,
+    from_zero: bool = False,
+    rule: tuple[float, str] | None = None,
+) -> Chart:
+    """Lay ``lines`` out over a common step axis. share: values in [0, 1] shown as per cent. rule: a level to compare with.
+
+    At least one line must have a point.
+    """
+    lines = [line for line in lines if line.points]
+    show = _percent if share else _plain
+    smoothed = {line.label: smooth(line.points) for line in lines}
+    steps = [x for line in lines for x, _ in line.points]
+    heights = [y for line in lines for _, y in line.points] + [
+        y for line in lines for pair in line.errors for y in pair
+    ]
+    low, high = _range(heights, from_zero or share, share)
+    y_at = nice_ticks(low, high, 4)
+    low, high = min(low, y_at[0]), max(high, y_at[-1])
+    first, last = min(steps), max(steps)
+    if first == last:
+        first, last = first - 1, last + 1
+    x = _scale(first, last, LEFT + 6, WIDTH - RIGHT - 6)
+    y = _scale(low, high, HEIGHT - BOTTOM, TOP)
+    drawn = [
+        _draw_line(line, smoothed[line.label], STYLES[place % len(STYLES)], x, y, show)
+        for place, line in enumerate(lines)
+    ]
+    windows = [smoothing_window(len(line.points)) for line in lines]
+    return Chart(
+        unit=unit,
+        lines=drawn,
+        x_ticks=[Tick(x(t), _plain(t)) for t in nice_ticks(first, last, 6, whole=True) if first <= t <= last],
+        y_ticks=[Tick(y(t), show(t)) for t in y_at],
+        smoothing=max(windows),
+        description="; ".join(f"{line.label}: from {line.first} to {line.last}" for line in drawn),
+        rule=Tick(y(rule[0]), rule[1]) if rule is not None and low <= rule[0] <= high else None,
+    )
+
+
+def _draw_line(
+    line: Line,
+    smoothed: Points,
+    style: tuple[str, str],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    show: Callable[[float], str],
+) -> DrawnLine:
+    colour, dash = style
+    is_smoothed = smoothing_window(len(line.points)) > 1
+    lone = len(line.points) < SMOOTH_FROM or line.markers
+    return DrawnLine(
+        label=line.label,
+        colour=colour,
+        dash=dash,
+        raw=_path(envelope(line.points), x, y) if is_smoothed else "",
+        smooth=_path(thinned(smoothed), x, y),
+        dots=[(x(a), y(b), f"step {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
+        bars=[(x(a), y(lo), y(hi)) for (a, _), (lo, hi) in zip(line.points, line.errors, strict=bool(line.errors))],
+        first=show(smoothed[0][1]),
+        last=show(smoothed[-1][1]),
+    )
+
+
+def smoothing_window(points: int) -> int:
+    """Over how many logged steps the moving average runs; 1: not smoothed."""
+    return 2 * max(1, round(points / 40)) + 1 if points >= SMOOTH_FROM else 1
+
+
+def smooth(points: Points) -> list[tuple[float, float]]:
+    """Centred moving average, so that a bend is drawn where it happened; towards the ends the window is cut off."""
+    reach = smoothing_window(len(points)) // 2
+    sums = [0.0, *accumulate(y for _, y in points)]
+    averaged = []
+    for place, (x, _) in enumerate(points):
+        start, end = max(0, place - reach), min(len(points), place + reach + 1)
+        averaged.append((x, (sums[end] - sums[start]) / (end - start)))
+    return averaged
+
+
+def envelope(points: Points) -> list[tuple[float, float]]:
+    """At most ~_MOST_POINTS points that still touch every peak: the lowest and the highest of each stretch."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    size = math.ceil(2 * len(points) / _MOST_POINTS)
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
+
+
+def thinned(points: Points) -> list[tuple[float, float]]:
+    """Every n-th point, and the last."""
+    every = math.ceil(len(points) / _MOST_POINTS)
+    return [*points[:-1:every], points[-1]]
+
+
+def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 × 10^m apart) that cover [low, high] with about ``about`` gaps."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / about))
+    gap = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m * about >= span * 0.999)
+    if whole:
+        gap = max(1.0, float(math.ceil(gap)))
+    start, end = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
+    return [gap * i for i in range(start, end + 1)]
+
+
+def _range(values: Sequence[float], from_zero: bool, share: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if from_zero and low >= 0:
+        low = 0.0
+        # A share that fills half of the scale gets the whole one; a small one is magnified.
+        high = 1.0 if share and 0.5 < high <= 1 else max(high, 0.01 if share else 0.0)
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        margin = abs(high) * 0.1 or 1.0
+        low, high = (low if from_zero and low == 0 else low - margin), high + margin
+    return low, high
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
+
+
+def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    return "M" + "L".join(f"{x(a):g} {y(b):g}" for a, b in points)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _plain(value: float) -> str:
+    size = abs(value)
+    if size >= 1e6 or 0 < size < 1e-4:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    if size >= 10_000:
+        return f"{value / 1000:.4g}k"
+    return f"{value:.4g}" if size >= 1000 else f"{value:.3g}"

@@ -1,0 +1,190 @@
+"""`evaluate`: rows → prompts → completions → scores → `EvaluationResult`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.evaluation.answers import ReadAnswer, answer_reader
+from grpo_lab.evaluation.generation import (
+    Completion,
+    Generate,
+    RenderedPrompt,
+    TransformersGenerator,
+    render_prompt,
+)
+from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
+from grpo_lab.evaluation.result import EvaluationResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Row = Mapping[str, Any]
+Reward = Callable[..., "list[float | None]"]
+
+
+def evaluate(
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    *,
+    reward: Reward,
+    max_new_tokens: int,
+    batch_size: int,
+    n_samples: int = 0,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: bool = True,
+    generate: Generate | None = None,
+    answer: ReadAnswer | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> EvaluationResult:
+    """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
+
+    rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
+    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
+    answer    reads from a completion the answer that votes in maj@k. Default: as `AccuracyReward` reads it if that is
+              the reward; for any other reward maj@k is left out unless ``answer`` is given
+    generate  makes the completions instead of ``model`` (which may then be None): see :class:`Generate`
+
+    Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched.
+    An exception in ``generate`` or ``reward`` ends the evaluation. The model is used as it is, in this process: unwrap
+    a distributed one first.
+    """
+    started = time.perf_counter()
+    problems = [dict(row) for row in rows]
+    _check_rows(problems)
+    _check_settings(max_new_tokens, batch_size, n_samples, temperature)
+    prompts = _render_all(problems, tokenizer, chat_template_kwargs)
+    if generate is None:
+        if model is None:
+            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+        generate = TransformersGenerator(model, tokenizer, batch_size, progress)
+    read_answer = answer if answer is not None else answer_reader(reward)
+
+    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0)]
+    if n_samples > 0:
+        passes.append(("sampled", n_samples, temperature))
+    outcomes: list[Outcome] = []
+    for kind, n, heat in passes:
+        ids = [prompt.ids for prompt in prompts]
+        completions = generate(ids, n=n, temperature=heat, max_new_tokens=max_new_tokens, seed=seed)
+        _check_completions(completions, len(prompts), n)
+        outcomes += _grade(kind, problems, prompts, completions, reward, read_answer)
+
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "n_samples": n_samples,
+        "temperature": temperature if n_samples > 0 else None,
+        "seed": seed,
+        "reward": getattr(reward, "__name__", type(reward).__name__),
+        "answers_read": read_answer is not None,
+    }
+    return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _grade(
+    kind: Kind,
+    problems: Sequence[Row],
+    prompts: Sequence[RenderedPrompt],
+    completions: Sequence[Sequence[Completion]],
+    reward: Reward,
+    read_answer: ReadAnswer | None,
+) -> list[Outcome]:
+    order = [(index, sample) for index, written in enumerate(completions) for sample in range(len(written))]
+    scores = _scores(reward, [(problems[index], completions[index][sample].text) for index, sample in order])
+    return [
+        Outcome(
+            problem=index,
+            kind=kind,
+            sample=sample,
+            question=_question(problems[index]["prompt"]),
+            prompt=prompts[index].text,
+            solution=as_text(problems[index].get("solution")),
+            completion=completions[index][sample].text,
+            tokens=completions[index][sample].tokens,
+            truncated=completions[index][sample].truncated,
+            score=score,
+            answer=read_answer(completions[index][sample].text) if read_answer is not None else None,
+        )
+        for (index, sample), score in zip(order, scores, strict=True)
+    ]
+
+
+def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | None]:
+    """One call of the reward, as TRL makes it: columns as lists, messages in when messages went out."""
+    columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0] if name not in ("prompt", "completion")}
+    completions = [
+        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}] for row, text in pairs
+    ]
+    scores = reward(prompts=[row["prompt"] for row, _ in pairs], completions=completions, **columns)
+    if len(scores) != len(pairs):
+        raise ValueError(f"the reward returned {len(scores)} scores for {len(pairs)} completions; one each is needed")
+    for place, score in enumerate(scores):
+        if score is not None and not math.isfinite(score):
+            raise ValueError(
+                f"the reward returned {score!r} for completion {place}; allowed are finite numbers and None"
+            )
+    return [None if score is None else float(score) for score in scores]
+
+
+def _question(prompt: Any) -> str:
+    """What a reader wants to see of a prompt: itself, or the last user message."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
+    content = asked[-1]["content"]
+    return content if isinstance(content, str) else str(as_text(content))
+
+
+def _render_all(
+    problems: Sequence[Row], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+) -> list[RenderedPrompt]:
+    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
+    for index, prompt in enumerate(prompts):
+        if not prompt.ids:
+            raise ValueError(f"row {index}: the prompt {prompt.text!r} has no tokens, so there is nothing to continue")
+    return prompts
+
+
+def _check_rows(problems: Sequence[Row]) -> None:
+    if not problems:
+        raise ValueError("there are no rows to evaluate; at least one with a column `prompt` is needed")
+    columns = set(problems[0])
+    for index, row in enumerate(problems):
+        if "prompt" not in row:
+            raise ValueError(f"row {index} has no column `prompt`; its columns are {sorted(row)}")
+        if set(row) != columns:
+            raise ValueError(f"row {index} has the columns {sorted(row)}, but row 0 has {sorted(columns)}")
+        prompt = row["prompt"]
+        is_messages = isinstance(prompt, Sequence) and all(
+            isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt
+        )
+        if not isinstance(prompt, str) and not (is_messages and prompt):
+            raise ValueError(
+                f"row {index}: `prompt` must be a string or a non-empty list of messages with `role` and `content`, "
+                f"got {str(prompt)[:200]!r}"
+            )
+
+
+def _check_settings(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float) -> None:
+    for name, value, least in [
+        ("max_new_tokens", max_new_tokens, 1),
+        ("batch_size", batch_size, 1),
+        ("n_samples", n_samples, 0),
+    ]:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if n_samples > 0 and not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be above 0 to draw n_samples={n_samples} samples, got {temperature!r}")
+
+
+def _check_completions(completions: Sequence[Sequence[Completion]], prompts: int, n: int) -> None:
+    counts = sorted({len(written) for written in completions})
+    if len(completions) != prompts or counts != [n]:
+        raise ValueError(
+            f"generate returned {len(completions)} lists of {counts} completions; {prompts} lists of {n} are needed"
+        )

@@ -1,0 +1,183 @@
+"""What an evaluation found: the graded completions, and the numbers drawn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.answers import vote_key
+from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, write_outcomes, write_text
+from grpo_lab.evaluation.statistics import (
+    Interval,
+    Vote,
+    accuracy_interval,
+    clustered_interval,
+    ks_up_to,
+    majority_at_k,
+    paired_difference,
+    pass_at_k,
+)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Outcomes of one model on one set of problems. Every number below is computed from ``outcomes``.
+
+    settings   how it was produced (max_new_tokens, temperature, seed, …), copied into summary.json
+    seconds    wall time, generation and grading together
+    """
+
+    outcomes: tuple[Outcome, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+
+    @cached_property
+    def greedy(self) -> tuple[Outcome, ...]:
+        return tuple(of_kind(self.outcomes, "greedy"))
+
+    @cached_property
+    def sampled(self) -> tuple[Outcome, ...]:
+        return tuple(of_kind(self.outcomes, "sampled"))
+
+    @property
+    def n_problems(self) -> int:
+        return len({outcome.problem for outcome in self.outcomes})
+
+    # --- accuracy -----------------------------------------------------------------------------------------------
+    @cached_property
+    def accuracy(self) -> Interval | None:
+        """Greedy accuracy over the scorable problems, 95% Wilson interval. None if none was scorable."""
+        return accuracy_interval([o.correct for o in self.greedy if o.correct is not None])
+
+    @cached_property
+    def sampled_accuracy(self) -> Interval | None:
+        """Mean over problems of the share of correct samples, interval clustered by problem."""
+        shares = [fmean(correct for _, correct in votes) for votes in self._votes]
+        return clustered_interval(shares, self._most_samples)
+
+    @cached_property
+    def pass_at(self) -> dict[int, Interval]:
+        """k → unbiased pass@k, averaged over the problems with at least k scorable samples."""
+        return self._over_problems(lambda votes, k: pass_at_k(len(votes), sum(c for _, c in votes), k))
+
+    @cached_property
+    def majority_at(self) -> dict[int, Interval]:
+        """k → maj@k. Empty where no answers could be read (then no vote can be held)."""
+        if not self.settings.get("answers_read", True):
+            return {}
+        return self._over_problems(majority_at_k)
+
+    @cached_property
+    def _votes(self) -> list[list[Vote]]:
+        """Per problem the scorable samples, in the order drawn."""
+        votes: dict[int, list[Vote]] = {}
+        for outcome in sorted(self.sampled, key=lambda o: (o.problem, o.sample)):
+            if outcome.correct is not None:
+                name = None if outcome.answer is None else vote_key(outcome.answer)
+                votes.setdefault(outcome.problem, []).append((name, outcome.correct))
+        return list(votes.values())
+
+    @property
+    def _most_samples(self) -> int:
+        return max((len(votes) for votes in self._votes), default=0)
+
+    def _over_problems(self, estimate: Callable[[list[Vote], int], float]) -> dict[int, Interval]:
+        found = {}
+        for k in ks_up_to(self._most_samples):
+            values = [estimate(votes, k) for votes in self._votes if len(votes) >= k]
+            interval = clustered_interval(values, self._most_samples)
+            if interval is not None:
+                found[k] = interval
+        return found
+
+    # --- what the completions look like -------------------------------------------------------------------------
+    @property
+    def mean_length(self) -> float | None:
+        return mean_length(self.greedy)
+
+    @property
+    def mean_length_correct(self) -> float | None:
+        """Tokens per correct greedy completion. None where there is none."""
+        return mean_length([o for o in self.greedy if o.correct is True])
+
+    @property
+    def mean_length_incorrect(self) -> float | None:
+        return mean_length([o for o in self.greedy if o.correct is False])
+
+    @property
+    def truncated_share(self) -> float | None:
+        return share([o.truncated for o in self.greedy])
+
+    @property
+    def unscorable_share(self) -> float | None:
+        return share([o.score is None for o in self.greedy])
+
+    # --- files --------------------------------------------------------------------------------------------------
+    def summary(self) -> dict[str, Any]:
+        sampled = None
+        if self.sampled:
+            sampled = _tally(self.sampled, self.sampled_accuracy) | {
+                "pass_at": {str(k): interval.to_dict() for k, interval in self.pass_at.items()},
+                "majority_at": {str(k): interval.to_dict() for k, interval in self.majority_at.items()},
+            }
+        return {
+            "problems": self.n_problems,
+            "greedy": _tally(self.greedy, self.accuracy) if self.greedy else None,
+            "sampled": sampled,
+            "seconds": self.seconds,
+            "settings": dict(self.settings),
+        }
+
+    def write(self, folder: str | Path) -> Path:
+        """`summary.json`, `outcomes.parquet` and `outcomes.jsonl` in ``folder`` (made if need be). Returns it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_outcomes(self.outcomes, folder)
+        write_text(folder / "summary.json", json.dumps(self.summary(), indent=2, default=str) + "\n")
+        return folder
+
+    @classmethod
+    def read(cls, folder: str | Path) -> EvaluationResult:
+        """The result that :meth:`write` left in ``folder``; numbers are computed anew from its outcomes."""
+        folder = Path(folder)
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        if not isinstance(summary, dict) or not isinstance(summary.get("settings"), dict):
+            raise ValueError(f"{folder / 'summary.json'}: not the summary of an evaluation (no mapping `settings`)")
+        return cls(tuple(read_outcomes(folder)), summary["settings"], summary.get("seconds"))
+
+
+def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:
+    """Change in greedy accuracy on the problems scorable in both; None unless both are about the same questions."""
+    old = {o.problem: o for o in before.greedy if o.correct is not None}
+    new = {o.problem: o for o in after.greedy if o.correct is not None}
+    shared = sorted(old.keys() & new.keys())
+    if any(old[i].question != new[i].question for i in shared):
+        return None
+    return paired_difference([bool(old[i].correct) for i in shared], [bool(new[i].correct) for i in shared])
+
+
+def mean_length(outcomes: Sequence[Outcome]) -> float | None:
+    return fmean(o.tokens for o in outcomes) if outcomes else None
+
+
+def share(flags: Sequence[bool]) -> float | None:
+    return sum(flags) / len(flags) if flags else None
+
+
+def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
+    return {
+        "completions": len(outcomes),
+        "accuracy": accuracy.to_dict() if accuracy else None,
+        "correct": sum(o.correct is True for o in outcomes),
+        "incorrect": sum(o.correct is False for o in outcomes),
+        "mean_length": mean_length(outcomes),
+        "mean_length_correct": mean_length([o for o in outcomes if o.correct is True]),
+        "mean_length_incorrect": mean_length([o for o in outcomes if o.correct is False]),
+        "truncated_share": share([o.truncated for o in outcomes]),
+        "unscorable_share": share([o.score is None for o in outcomes]),
+    }

@@ -1,0 +1,153 @@
+"""Shares, intervals, pass@k and maj@k, from counts. No tensors, no model, no text.
+
+Everything here is an estimate over *problems* drawn from some population of problems; samples of one problem are
+not independent of one another, so their spread never enters an interval as if they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+Vote = tuple[str | None, bool]
+"""One sample's answer (None: it gave none) and whether it was judged correct."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A share (or a difference of shares) with its confidence limits; ``n`` is the number of problems behind it."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n}
+
+
+def _normal_quantile(level: float) -> float:
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}")
+    return NormalDist().inv_cdf(0.5 + level / 2)
+
+
+def wilson_interval(successes: float, n: float, level: float = 0.95) -> tuple[float, float]:
+    """Limits of a binomial share p̂ = successes / n.
+
+    (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)      E. B. Wilson, JASA 22 (1927)
+
+    Unlike p̂ ± z·SE it stays inside [0, 1] and does not collapse to a point at 0 of n or n of n.
+    ``n`` may be fractional: an effective number of problems (see :func:`clustered_interval`).
+    """
+    if n <= 0:
+        raise ValueError(f"an interval needs at least one problem, got n={n!r}")
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes must lie in [0, n={n!r}], got {successes!r}")
+    z = _normal_quantile(level)
+    share, slack = successes / n, z * z / n
+    centre = share + slack / 2
+    half = z * math.sqrt(share * (1 - share) / n + slack / (4 * n))
+    # The limits are exactly 0 and 1 at the ends; rounding would leave ±1e-17.
+    low = 0.0 if successes == 0 else (centre - half) / (1 + slack)
+    high = 1.0 if successes == n else (centre + half) / (1 + slack)
+    return low, high
+
+
+def accuracy_interval(correct: Sequence[bool], level: float = 0.95) -> Interval | None:
+    """Share of correct problems, one greedy answer each. None where there is nothing to count."""
+    if not correct:
+        return None
+    low, high = wilson_interval(sum(correct), len(correct), level)
+    return Interval(sum(correct) / len(correct), low, high, len(correct))
+
+
+def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, level: float = 0.95) -> Interval | None:
+    """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
+
+    The samples of one problem rise and fall together, so the variance is that of the N problem means,
+    SE² = s²/N (the clustered standard error of Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes), and not
+    p(1−p)/(N·n). SE² is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard,
+    Survey Methodology 24, 1998) which enters Wilson's formula, so that the limits behave at 0 and 1.
+    n* is kept within [1, N·n]; where no spread can be seen (all problems alike) it is N, the cautious reading.
+    """
+    n = len(per_problem)
+    if n == 0:
+        return None
+    if samples_per_problem < 1:
+        raise ValueError(f"samples_per_problem must be at least 1, got {samples_per_problem!r}")
+    if min(per_problem) < 0 or max(per_problem) > 1:
+        raise ValueError(f"per-problem means must lie in [0, 1], saw {min(per_problem)!r} to {max(per_problem)!r}")
+    mean = fmean(per_problem)
+    squared_error = sum((x - mean) ** 2 for x in per_problem) / max(n - 1, 1) / n
+    effective = mean * (1 - mean) / squared_error if squared_error > 1e-18 else float(n)
+    effective = min(max(effective, 1.0), float(n * samples_per_problem))
+    low, high = wilson_interval(min(mean * effective, effective), effective, level)
+    return Interval(mean, min(low, mean), max(high, mean), n)
+
+
+def paired_difference(before: Sequence[bool], after: Sequence[bool], level: float = 0.95) -> Interval | None:
+    """Change in accuracy on the *same* problems: (became correct − became wrong) / N.
+
+    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24,
+    2005), which is what keeps them honest when few problems changed sides. Pairing makes this narrower than the
+    difference of two separate intervals.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"the pairs must be on the same problems, got {len(before)} before and {len(after)} after")
+    n = len(before)
+    if n == 0:
+        return None
+    gained = sum(not b and a for b, a in zip(before, after, strict=True))
+    lost = sum(b and not a for b, a in zip(before, after, strict=True))
+    up, down, total = gained + 0.5, lost + 0.5, n + 2.0
+    centre = (up - down) / total
+    half = _normal_quantile(level) * math.sqrt((up + down) - (up - down) ** 2 / total) / total
+    return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that at least one of k of the n samples is correct, drawn without replacement: 1 − C(n−c, k) / C(n, k).
+
+    Unbiased for k ≤ n, unlike 1 − (1 − c/n)^k. Chen et al., arXiv 2107.03374, eq. 1; computed in whole numbers, so
+    the overflow that their numerically stable product avoids does not arise.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@k needs 1 <= k <= n samples, got k={k}, n={n}")
+    if not 0 <= correct <= n:
+        raise ValueError(f"correct must lie in [0, n={n}], got {correct}")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_vote(votes: Sequence[Vote]) -> float:
+    """Chance that the most frequent answer is correct; a tie is broken at random, so it can be a fraction.
+
+    Samples without an answer do not vote; without any vote the problem is not solved. Should a verifier have judged
+    one answer both ways (a strict format, say), that answer counts with the share of its samples judged correct.
+    """
+    judged: dict[str, list[bool]] = {}
+    for answer, correct in votes:
+        if answer is not None:
+            judged.setdefault(answer, []).append(correct)
+    if not judged:
+        return 0.0
+    most = max(len(verdicts) for verdicts in judged.values())
+    return fmean(fmean(verdicts) for verdicts in judged.values() if len(verdicts) == most)
+
+
+def majority_at_k(votes: Sequence[Vote], k: int) -> float:
+    """maj@k of one problem: the vote of k samples, averaged over the ⌊n/k⌋ disjoint blocks of k in the order drawn.
+
+    Samples are exchangeable, so each block is an unbiased look at "k samples and a vote"; with k = n it is one vote.
+    """
+    if not 1 <= k <= len(votes):
+        raise ValueError(f"maj@k needs 1 <= k <= n samples, got k={k}, n={len(votes)}")
+    return fmean(majority_vote(votes[start : start + k]) for start in range(0, len(votes) - k + 1, k))
+
+
+def ks_up_to(n: int) -> list[int]:
+    """The k that are reported for n samples: powers of two, and n itself."""
+    powers = [2**e for e in range(n.bit_length()) if 2**e <= n]
+    return powers if n in powers or n < 1 else [*powers, n]

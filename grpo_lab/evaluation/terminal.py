@@ -1,0 +1,181 @@
+"""The last thing a run prints: before and after in one table, then the two lines that scripts look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_lab.evaluation.result import EvaluationResult, paired_gain
+from grpo_lab.evaluation.statistics import Interval
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+NOT_RECORDED = "–"
+TRUNCATED_WARNING = 0.20
+
+
+def terminal_summary(
+    before: EvaluationResult | None,
+    after: EvaluationResult,
+    *,
+    title: str = "Held-out evaluation",
+    report: str | Path | None = None,
+    model_path: str | Path | None = None,
+    seconds: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print ``after`` (and ``before``, where there was one) for a human, then :func:`headline` and the paths.
+
+    The plain lines are neither wrapped nor coloured, so they can be searched for.
+    """
+    from rich.console import Console
+
+    console = console or Console()
+    console.print(_table(before, after, title))
+    if after.sampled:
+        console.print(f"sampled: {describe_sampling(after)}", style="dim", markup=False, highlight=False)
+    for warning in _warnings(after):
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+    lines = [
+        f"run time: {duration(seconds)}" if seconds is not None else None,
+        f"model: {model_path}" if model_path is not None else None,
+        headline(before, after),
+        f"report: {report}" if report is not None else None,
+    ]
+    for line in lines:
+        if line is not None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
+    """`held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
+    n = after.accuracy.n if after.accuracy else 0
+    new = _three(after.accuracy)
+    return (
+        f"held-out accuracy: {new} (n={n})"
+        if before is None
+        else f"held-out accuracy: before {_three(before.accuracy)} after {new} (n={n})"
+    )
+
+
+def _three(interval: Interval | None) -> str:
+    return "nan" if interval is None else f"{interval.value:.3f}"
+
+
+def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
+    """At most 80 columns wide: logs and pipes have no more."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    heading = Text(f"{title}, {after.n_problems} problems", style="bold")
+    table = Table(title=heading, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("", no_wrap=True)
+    for name in ["result"] if before is None else ["before", "after", "change"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, old, new, change in comparison_rows(before, after):
+        style = "bold" if name == "greedy accuracy" else None
+        table.add_row(*[name, new] if before is None else [name, old, new, change], style=style)
+    return table
+
+
+def describe_sampling(result: EvaluationResult) -> str:
+    settings = result.settings
+    if not result.sampled:
+        return ""
+    return f"{settings.get('n_samples')} samples a problem at temperature {settings.get('temperature')}"
+
+
+def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
+    """(what, before, after, change) as text: the table of the terminal and of the report.
+
+    A change of a share is in percentage points, of a length in tokens; brackets are 95% intervals.
+    """
+    gain = None if before is None else paired_gain(before, after)
+    old_accuracy = None if before is None else before.accuracy
+    rows = [("greedy accuracy", _limits(old_accuracy), _limits(after.accuracy), _gain(gain))]
+    old_shares = dict(_sampled_shares(before)) if before is not None else {}
+    for name, share in _sampled_shares(after):
+        old = old_shares.get(name)
+        rows.append((name, _limits(old), _limits(share), _change(_value(old), _value(share), 100)))
+    for name, read in _LENGTHS:
+        old_length, new_length = (None if before is None else read(before)), read(after)
+        rows.append((name, _tokens(old_length), _tokens(new_length), _change(old_length, new_length)))
+    for name, read in _SHARES:
+        old_share, new_share = (None if before is None else read(before)), read(after)
+        rows.append((name, percent(old_share), percent(new_share), _change(old_share, new_share, 100)))
+    return rows
+
+
+_LENGTHS: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
+    ("tokens, mean", lambda result: result.mean_length),
+    ("tokens, correct", lambda result: result.mean_length_correct),
+    ("tokens, incorrect", lambda result: result.mean_length_incorrect),
+]
+_SHARES: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
+    ("truncated", lambda result: result.truncated_share),
+    ("unscorable", lambda result: result.unscorable_share),
+]
+
+
+def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
+    """pass@1, maj@1 and (a tie being broken at random) maj@2 are left out: they are the sampled accuracy."""
+    if not result.sampled:
+        return []
+    return [
+        ("sampled accuracy", result.sampled_accuracy),
+        *((f"pass@{k}", interval) for k, interval in result.pass_at.items() if k > 1),
+        *((f"maj@{k}", interval) for k, interval in result.majority_at.items() if k > 2),
+    ]
+
+
+def _warnings(after: EvaluationResult) -> list[str]:
+    found = []
+    if after.truncated_share is not None and after.truncated_share > TRUNCATED_WARNING:
+        budget = after.settings.get("max_new_tokens")
+        found.append(
+            f"{percent(after.truncated_share)} of the answers were cut off at max_new_tokens={budget}; "
+            "a higher limit may raise the accuracy"
+        )
+    if after.unscorable_share:
+        found.append(f"{percent(after.unscorable_share)} of the problems could not be scored and are in no accuracy")
+    return found
+
+
+def percent(share: float | None) -> str:
+    return NOT_RECORDED if share is None else f"{100 * share:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _limits(interval: Interval | None) -> str:
+    if interval is None:
+        return NOT_RECORDED
+    return f"{100 * interval.value:.1f}% [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _value(interval: Interval | None) -> float | None:
+    return None if interval is None else interval.value
+
+
+def _gain(gain: Interval | None) -> str:
+    if gain is None:
+        return NOT_RECORDED
+    return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+
+
+def _change(old: float | None, new: float | None, scale: int = 1) -> str:
+    return NOT_RECORDED if old is None or new is None else f"{scale * (new - old):+.1f}"
+
+
+def _tokens(length: float | None) -> str:
+    return NOT_RECORDED if length is None else f"{length:.1f}"

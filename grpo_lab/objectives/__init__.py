@@ -1,0 +1,53 @@
+"""Objectives: how advantages become a loss. Pure torch; tensors ``[B, T]``, log-probs in nats, lengths in tokens."""
+
+from __future__ import annotations
+
+from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.objectives.aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    aggregation,
+    fixed_budget,
+    local_token_mean,
+    sequence_mean,
+    token_mean,
+)
+from grpo_lab.objectives.cispo import DetachedWeight
+from grpo_lab.objectives.clipped import Clipped
+from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
+from grpo_lab.objectives.objective import Objective, Surrogate
+from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, preset, surrogate
+from grpo_lab.objectives.ratios import log_ratio, sampler_correction, sequence_log_ratio, token_log_ratio
+from grpo_lab.objectives.reinforce import Reinforce
+from grpo_lab.objectives.unclipped import Unclipped
+
+__all__ = [
+    "AGGREGATIONS",
+    "PRESETS",
+    "SURROGATES",
+    "Aggregation",
+    "Clipped",
+    "Denominators",
+    "DetachedWeight",
+    "KLTerm",
+    "Objective",
+    "Preset",
+    "Reinforce",
+    "Surrogate",
+    "TokenBatch",
+    "Unclipped",
+    "aggregation",
+    "fixed_budget",
+    "k1",
+    "k2",
+    "k3",
+    "local_token_mean",
+    "log_ratio",
+    "preset",
+    "sampler_correction",
+    "sequence_log_ratio",
+    "sequence_mean",
+    "surrogate",
+    "token_log_ratio",
+    "token_mean",
+]

@@ -1,0 +1,67 @@
+"""Per-token losses → one scalar. Nothing here divides by what happens to be in the local tensor, except the one
+aggregation that is defined so (``local_token_mean``); everything else divides by counts that the trainer made over the
+whole optimizer step and all ranks (``Denominators``).
+
+Because each is a plain sum over tokens times constants, the gradient of an optimizer step does not depend on how its
+rows were cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from grpo_lab.batch import Denominators
+from grpo_lab.masked import masked_row_mean, masked_sum
+
+Aggregation = Callable[[Tensor, Tensor, Denominators], Tensor]
+"""``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``."""
+
+
+def sequence_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """1/rows Σ_i 1/|o_i| Σ_t loss: every completion counts the same, so tokens of long ones count less.
+
+    Source: GRPO (arXiv 2402.03300, eq. 3), GSPO.
+    """
+    return masked_row_mean(loss, mask).sum() / denominators.rows
+
+
+def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """1/tokens Σ_i Σ_t loss over the tokens of the optimizer batch: every token counts the same.
+
+    Source: DAPO (arXiv 2503.14476, eq. 8). As in TRL, ``tokens`` is counted over the generation batch and rescaled to
+    one accumulation window; it may be ``[B, 1]`` where rows of one step come from several generation batches.
+    """
+    return masked_sum(loss / denominators.tokens, mask)
+
+
+def local_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """Token mean of each micro-batch, averaged over micro-batches; TRL's ``bnpo``.
+
+    Depends on how rows are cut into micro-batches *by definition*, so it is never re-binned.
+    """
+    return masked_sum(loss, mask) / mask.sum().clamp(min=1) / denominators.micro_batches
+
+
+def fixed_budget(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """1/(rows · budget) Σ_i Σ_t loss with the constant generation budget: no length bias.
+
+    Source: Dr.GRPO (arXiv 2503.20783, §3.2 and Listing 1).
+    """
+    return masked_sum(loss, mask) / (denominators.rows * denominators.budget)
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "local_token_mean": local_token_mean,
+    "fixed_budget": fixed_budget,
+}
+
+
+def aggregation(name: str) -> Aggregation:
+    """The aggregation called ``name``."""
+    if name not in AGGREGATIONS:
+        raise ValueError(f"`aggregation` is {name!r}; it must be one of {sorted(AGGREGATIONS)}, or a callable")
+    return AGGREGATIONS[name]

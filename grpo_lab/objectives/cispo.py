@@ -1,0 +1,29 @@
+"""CISPO: clip the weight, keep every token's gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class DetachedWeight:
+    """loss_t = −sg(min(ρ_t, bound)) · Â · log π(y_t).
+
+    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5): only the upper end is tuned. As in TRL, ``bound`` is the *absolute*
+    upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε; the paper's own value is undisclosed, ScaleRL
+    (arXiv 2510.13786) uses 5. TRL's default of 0.2 would damp every token.
+    """
+
+    bound: float = 5.0
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        weight = batch.ratio.clamp(max=self.bound).detach()
+        return -weight * batch.advantages * batch.logps
+
+    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Tokens of positive advantage whose weight was cut, bool ``[B, T]`` or ``[B, 1]``."""
+        return {"cispo_clip_ratio": (batch.ratio > self.bound) & (batch.advantages > 0)}

@@ -1,0 +1,52 @@
+"""PPO's clipped surrogate, with separate ends and DAPO/INTELLECT's two-sided bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
+
+    GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
+    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv 2507.18071).
+
+    Args:
+        epsilon_low, epsilon_high: clip widths, fractions. ``epsilon_high=None`` means equal to ``epsilon_low``.
+        delta: upper bound of ρ; must exceed 1 + ε_high to have a meaning beyond the clip.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon_low <= 1:
+            raise ValueError(f"`epsilon` (low) is {self.epsilon_low}; it must lie in [0, 1]")
+        if not self.high >= 0:
+            raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
+
+    @property
+    def high(self) -> float:
+        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        ratio = batch.ratio
+        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.high)
+        return -torch.min(self._bounded(ratio) * batch.advantages, clipped * batch.advantages)
+
+    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``."""
+        ratio = self._bounded(batch.ratio)
+        low = (ratio < 1 - self.epsilon_low) & (batch.advantages < 0)
+        high = (ratio > 1 + self.high) & (batch.advantages > 0)
+        return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+    def _bounded(self, ratio: Tensor) -> Tensor:
+        return ratio if self.delta is None else ratio.clamp(max=self.delta)

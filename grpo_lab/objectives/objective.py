@@ -1,0 +1,90 @@
+"""An objective: ratio level, surrogate, KL term and aggregation, put together in the one order that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.masked import safe
+from grpo_lab.objectives.aggregation import Aggregation
+from grpo_lab.objectives.kl import KLTerm
+
+Surrogate = Callable[[TokenBatch], Tensor]
+"""``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
+``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows) of
+the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How tokens are pushed and averaged, once their advantages are known.
+
+    loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
+
+    The KL term is not multiplied by w: it pulls on every token, also where the correction dropped a completion (TRL does
+    the same).
+    """
+
+    name: str
+    surrogate: Surrogate
+    aggregate: Aggregation
+    ratio: str = "token"
+    kl: KLTerm | None = None
+
+    @property
+    def kl_in_loss(self) -> KLTerm | None:
+        return self.kl if self.kl is not None and self.kl.placement == "loss" and self.kl.coefficient > 0 else None
+
+    @property
+    def kl_in_reward(self) -> KLTerm | None:
+        return self.kl if self.kl is not None and self.kl.placement == "reward" and self.kl.coefficient > 0 else None
+
+    def token_loss(self, batch: TokenBatch) -> Tensor:
+        """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there."""
+        batch = _safe_inputs(batch)
+        loss = self.surrogate(batch)
+        if batch.sampler_weights is not None:
+            loss = loss * batch.sampler_weights
+        if self.kl_in_loss is not None:
+            loss = loss + self.kl_in_loss.coefficient * self.kl_in_loss.in_loss(batch)
+        return safe(loss, batch.mask)
+
+    def loss(self, batch: TokenBatch, denominators: Denominators) -> Tensor:
+        """The scalar whose gradients, summed over micro-batches and averaged over ranks, are the step's gradient."""
+        return self.aggregate(self.token_loss(batch), batch.mask, denominators)
+
+    @torch.no_grad()
+    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``."""
+        report = getattr(self.surrogate, "diagnostics", None)
+        values: dict[str, Tensor] = {} if report is None else report(batch)
+        return values
+
+
+def _safe_inputs(batch: TokenBatch) -> TokenBatch:
+    """0 at the masked positions of every ``[B, T]`` input.
+
+    Selecting the loss is not enough: with a NaN advantage (or weight) at a masked token the backward forms 0 · NaN there,
+    and a sequence-level ratio would spread that over the whole row.
+    """
+
+    def selected(values: Tensor) -> Tensor:
+        return safe(values, batch.mask) if values.shape == batch.mask.shape else values
+
+    def optional(values: Tensor | None) -> Tensor | None:
+        return None if values is None else selected(values)
+
+    return replace(
+        batch,
+        logps=selected(batch.logps),
+        old_logps=selected(batch.old_logps),
+        log_ratio=selected(batch.log_ratio),
+        advantages=selected(batch.advantages),
+        ref_logps=optional(batch.ref_logps),
+        entropies=optional(batch.entropies),
+        sampler_weights=optional(batch.sampler_weights),
+    )

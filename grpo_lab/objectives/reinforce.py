@@ -1,0 +1,21 @@
+"""REINFORCE: the score function times the advantage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """loss_t = −Â · log π(y_t).
+
+    Source: Williams 1992; CS336 lecture 17 ("naive"). No ratio: correct only while the data are on-policy, so with
+    ``num_iterations`` > 1 the later passes are biased (that is the method, not a bug of it).
+    """
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -batch.advantages * batch.logps

@@ -1,0 +1,46 @@
+"""Rewards: text -> score. Picklable callables `(prompts, completions, **columns) -> list[float | None]`.
+
+Names are loaded on first use (PEP 562), so that importing this room loads neither sympy nor any worker process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "AccuracyReward": "accuracy",
+    "ThinkFormatReward": "format",
+    "KimiLengthReward": "length",
+    "kimi_length_reward": "length",
+    "LanguageConsistencyReward": "language",
+    "GroupReward": "protocol",
+    "group_reward": "protocol",
+}
+
+__all__ = [
+    "AccuracyReward",
+    "GroupReward",
+    "KimiLengthReward",
+    "LanguageConsistencyReward",
+    "ThinkFormatReward",
+    "group_reward",
+    "kimi_length_reward",
+]
+
+if TYPE_CHECKING:
+    from grpo_lab.rewards.accuracy import AccuracyReward
+    from grpo_lab.rewards.format import ThinkFormatReward
+    from grpo_lab.rewards.language import LanguageConsistencyReward
+    from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
+    from grpo_lab.rewards.protocol import GroupReward, group_reward
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"grpo_lab.rewards.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'grpo_lab.rewards' has no attribute {name!r}; it offers {sorted(_HOMES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

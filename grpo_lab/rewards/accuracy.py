@@ -1,0 +1,159 @@
+"""AccuracyReward: 1.0 for the right final answer, 0.0 for any other text, None where the gold cannot be scored.
+
+Idea: a reward that can only be earned by the answer. Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy
+rewards); equality by math-verify. How we differ from TRL's `accuracy_reward`: the answer is read from its marker (and
+from the model's *own* answer where a base model runs on), not searched for by math-verify; comparison happens in
+processes that can be killed; a plain number never needs them. See docs/algorithms/accuracy_reward.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.extraction import Answer, extract_answer
+from grpo_lab.rewards.gold import gold_answer
+from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
+
+_NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
+_NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How one completion was judged: what was read on both sides, the verdict with its reason, the reward."""
+
+    gold: str | None
+    answer: str | None
+    marker: str | None
+    verdict: Verdict
+    reason: str
+
+    @property
+    def reward(self) -> float | None:
+        if self.verdict is Verdict.UNPARSEABLE_GOLD:
+            return None
+        return 1.0 if self.verdict is Verdict.EQUAL else 0.0
+
+
+@dataclass(frozen=True)
+class GoldReport:
+    """What `check_golds` found: `unusable` holds (row, solution, reason) of every gold that rejects its own answer."""
+
+    total: int
+    unusable: list[tuple[int, Any, str]]
+
+    @property
+    def share_unusable(self) -> float:
+        return len(self.unusable) / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        head = f"{len(self.unusable)} of {self.total} golds ({self.share_unusable:.1%}) cannot be scored"
+        rows = [f"  row {row}: {solution!r:.80} ({reason})" for row, solution, reason in self.unusable[:5]]
+        return "\n".join([head, *rows])
+
+
+class AccuracyReward:
+    """Is the completion's final answer the gold answer?
+
+    Args:
+        mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
+        fast_path: compare plain numbers without a worker process. Never changes a verdict.
+        timeout_s: wall-clock seconds for one comparison, after which its worker is killed and the answer is wrong.
+        memory_bytes: memory limit of a worker.
+        workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
+
+    `counts` tallies verdicts since construction (keys: values of `Verdict`, and `no_answer`).
+    """
+
+    def __init__(
+        self,
+        mode: Literal["strict", "lenient"] = "strict",
+        *,
+        fast_path: bool = True,
+        timeout_s: float = 5.0,
+        memory_bytes: int = 1 << 30,
+        workers: int | None = None,
+    ) -> None:
+        if mode not in ("strict", "lenient"):
+            raise ValueError(f"mode must be 'strict' or 'lenient'; got {mode!r}")
+        self.mode = mode
+        self.__name__ = "accuracy_reward"  # TRL names its metrics after this
+        self.counts: Counter[str] = Counter()
+        limits = Limits(seconds=timeout_s, memory_bytes=memory_bytes)
+        self._verifier = MathVerifier(fast_path=fast_path, limits=limits, workers=workers)
+
+    def __repr__(self) -> str:
+        return f"AccuracyReward(mode={self.mode!r})"
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        *,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Rewards in order. `prompts` and further columns are not read. With TRL's `log_metric`, shares are logged."""
+        if completions is None:
+            raise ValueError("AccuracyReward needs completions=[...]; got none")
+        if solution is None:
+            raise ValueError(
+                f"AccuracyReward needs the gold answers in the column 'solution'; the columns given are {sorted(columns)}"
+            )
+        judgements = self.judge(completions, solution)
+        if log_metric is not None and judgements:
+            for name, value in _shares(judgements).items():
+                log_metric(f"accuracy_reward/{name}", value)
+        return [judgement.reward for judgement in judgements]
+
+    def judge(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[Judgement]:
+        """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
+        if len(completions) != len(solutions):
+            raise ValueError(
+                f"got {len(completions)} completions and {len(solutions)} solutions; they must be one to one"
+            )
+        golds = [gold_answer(solution) for solution in solutions]
+        answers = [extract_answer(completion_text(completion), self.mode) for completion in completions]
+        # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
+        pairs = [
+            (gold, gold if answer is None else answer.text) for gold, answer in zip(golds, answers, strict=True) if gold
+        ]
+        verdicts = iter(self._verifier.compare(pairs))
+        judged = [_judgement(g, a, next(verdicts) if g else _NO_GOLD) for g, a in zip(golds, answers, strict=True)]
+        self.counts.update(judgement.verdict.value for judgement in judged)
+        self.counts["no_answer"] += sum(answer is None for answer in answers)
+        return judged
+
+    def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
+        """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""
+        golds = [gold_answer(solution) for solution in solutions]
+        verdicts = iter(self._verifier.check_golds([gold for gold in golds if gold]))
+        found = [next(verdicts) if gold else _NO_GOLD for gold in golds]
+        rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
+        return GoldReport(total=len(golds), unusable=rejected)
+
+    def close(self) -> None:
+        """End the worker processes now (they also end with this object and at exit)."""
+        self._verifier.close()
+
+
+def _judgement(gold: str | None, answer: Answer | None, verdict: MathVerdict) -> Judgement:
+    if answer is None and verdict.verdict is not Verdict.UNPARSEABLE_GOLD:
+        verdict = _NO_ANSWER
+    text, marker = (None, None) if answer is None else (answer.text, answer.marker)
+    return Judgement(gold, text, marker, verdict.verdict, verdict.reason)
+
+
+def _shares(judgements: Sequence[Judgement]) -> dict[str, float]:
+    n = len(judgements)
+    verdicts = Counter(judgement.verdict for judgement in judgements)
+    return {
+        "unscorable_gold": verdicts[Verdict.UNPARSEABLE_GOLD] / n,
+        "timeout": (verdicts[Verdict.TIMEOUT] + verdicts[Verdict.CRASH]) / n,
+        "no_answer": sum(judgement.answer is None for judgement in judgements) / n,
+    }

@@ -1,0 +1,26 @@
+"""The text of a completion, whichever of TRL's two shapes it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def completion_text(completion: Any) -> str:
+    """A plain string as it is; of a message list the last assistant message (its text parts, when it has parts)."""
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(message, dict) for message in completion):
+        said = [message for message in completion if message.get("role", "assistant") == "assistant"]
+        return _content_text(said[-1].get("content")) if said else ""
+    raise ValueError(
+        f"a completion must be a string or a list of message dicts; got {type(completion).__name__}: {completion!r:.200}"
+    )
+
+
+def _content_text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")

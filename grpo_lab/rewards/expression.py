@@ -1,0 +1,139 @@
+r"""From a few words to the one expression they state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
+
+Every scan is linear in the text: no pattern here can revisit what it has passed (each repeats one character class).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from grpo_lab.verifiers.canonical import CURRENCY, prose_words
+
+_MAX_SPAN = 600
+_MAX_EXPRESSION = 2000
+_SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
+_CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
+_CURRENCY_CLASS = re.escape(CURRENCY)
+NUMBER = re.compile(
+    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?",
+)
+_LEADING = re.compile(
+    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
+)
+_LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")
+_PERCENT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
+_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|:")
+_MARKDOWN = " \t\r\n*_`>"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of mathematics between delimiters: `text[start:end]`, and its inside."""
+
+    start: int
+    end: int
+    inside: str
+
+
+def math_spans(text: str) -> list[Span]:
+    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money, not mathematics."""
+    spans: list[Span] = []
+    opened: tuple[str, int, int] | None = None
+    for token in _SPAN_TOKEN.finditer(text):
+        mark = token[0]
+        if mark == r"\$":
+            continue
+        if opened is not None and mark == _CLOSING[opened[0]]:
+            inside = text[opened[2] : token.start()]
+            if inside.strip() and len(inside) <= _MAX_SPAN and not ("$" in mark and _is_prose(inside)):
+                spans.append(Span(opened[1], token.end(), inside))
+                opened = None
+                continue
+        opened = (mark, token.start(), token.end()) if mark in _CLOSING else None
+    return spans
+
+
+def _is_prose(inside: str) -> bool:
+    return "\n\n" in inside or len(prose_words(inside)) > 1
+
+
+def is_expression(text: str) -> bool:
+    """True when the text is one expression through and through: no sentence around it."""
+    return (
+        0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text and not prose_words(text)
+    )
+
+
+def joined(parts: list[str]) -> str:
+    """Several answers as one list, each once, in order."""
+    return ", ".join(dict.fromkeys(part.strip() for part in parts))
+
+
+def stated_expression(content: str) -> str | None:
+    """The one expression that a short text states, None where it states none or leaves a choice.
+
+    In order: all of it; what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only
+    expression in it.
+    """
+    content = content.strip(_MARKDOWN).rstrip(".")
+    return _whole_or_leading(content) or _after_last_verb(content) or _only(content)
+
+
+def _whole_or_leading(content: str) -> str | None:
+    content = content.strip(_MARKDOWN)
+    if is_expression(content.replace("$", "")) and not _several_spans(content):
+        return content
+    spans = math_spans(content)
+    if spans and spans[0].start == 0:
+        return _leading_spans(content, spans)
+    leading = _LEADING.match(content)
+    return leading[0] if leading else None
+
+
+def _several_spans(content: str) -> bool:
+    return content.count("$") > 2 and len(math_spans(content)) > 1
+
+
+def _leading_spans(content: str, spans: list[Span]) -> str:
+    taken = [spans[0]]
+    for span in spans[1:]:
+        if not _LIST_GLUE.fullmatch(content, taken[-1].end, span.start):
+            break
+        taken.append(span)
+    if len(taken) > 1:
+        return joined([span.inside for span in taken])
+    percent = _PERCENT_AFTER.match(content, taken[0].end)
+    return taken[0].inside.strip() + (r"\%" if percent else "")
+
+
+def _after_last_verb(content: str) -> str | None:
+    spans = math_spans(content)
+    heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
+    return _whole_or_leading(content[heads[-1].end() :]) if heads else None
+
+
+def _only(content: str) -> str | None:
+    found = expressions_in(content)
+    return found[0][1] if len(found) == 1 else None
+
+
+def expressions_in(text: str) -> list[tuple[int, str]]:
+    """(end position, expression) of every math span, and of every number outside of spans, in order."""
+    spans = math_spans(text)
+    found = [
+        (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
+    ]
+    cursor = 0
+    for start, end in [(span.start, span.end) for span in spans] + [(len(text), len(text))]:
+        found += [(match.end(), match[0]) for match in NUMBER.finditer(text, cursor, start)]
+        cursor = end
+    return sorted(found)
+
+
+def last_expression(text: str) -> str | None:
+    """The last number or stretch of mathematics, for lenient reading."""
+    found = expressions_in(text)
+    return found[-1][1] if found else None

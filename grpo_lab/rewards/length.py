@@ -1,0 +1,144 @@
+"""Kimi k1.5's length reward: among the samples of one problem, short ones over long ones, and never a wrong one praised.
+
+    λ_i = 0.5 − (len_i − min_len) / (max_len − min_len)          ∈ [−0.5, 0.5]
+    reward_i = λ_i           if sample i is correct
+               min(0, λ_i)   if it is wrong
+    reward_i = 0 for all     if max_len = min_len
+
+``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5,
+arXiv 2501.12599, section 2.3.3 "Length penalty". It is added to the task reward with a weight; since it can
+slow early training down, the paper trains without it first and with a constant weight afterwards.
+
+The paper leaves open, so ours: the weight (no default here), the length of the warm-up, what a truncated sample counts
+as, and what happens to a sample whose correctness cannot be told. How public code departs from the formula: min and max
+over all prompts of a batch, lengths in characters, or half a group per rank; ``docs/algorithms/kimi_length_reward.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
+from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
+
+__all__ = ["KimiLengthReward", "kimi_length_reward"]
+
+Truncated = Literal["as_is", "wrong", "exclude"]
+_TRUNCATED = ("as_is", "wrong", "exclude")
+
+
+def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float]:
+    """The formula for one group, before any weight.
+
+    Args:
+        lengths: tokens of each of the k samples of one problem.
+        correct: whether each is correct. ``None`` = takes no part: not in min and max, and 0.
+
+    Returns:
+        k numbers in [−0.5, 0.5].
+    """
+    if len(lengths) != len(correct):
+        raise ValueError(f"one length and one verdict per sample: got {len(lengths)} lengths, {len(correct)} verdicts")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths are token counts ≥ 0, got {min(lengths)}")
+    taking_part = [length for length, verdict in zip(lengths, correct) if verdict is not None]
+    if not taking_part or max(taking_part) == min(taking_part):
+        return [0.0] * len(lengths)
+    shortest, longest = min(taking_part), max(taking_part)
+
+    def reward(length: int, verdict: bool | None) -> float:
+        if verdict is None:
+            return 0.0
+        by_length = 0.5 - (length - shortest) / (longest - shortest)
+        return by_length if verdict else min(0.0, by_length)
+
+    return [reward(length, verdict) for length, verdict in zip(lengths, correct)]
+
+
+class KimiLengthReward(GroupReward):
+    """``weight(step) · λ``: the length reward as a group reward, its weight and warm-up included.
+
+    The values returned already carry the weight, so that the same object means the same in stock TRL; leave its entry in
+    ``reward_weights`` at 1.
+
+    Args:
+        weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
+        warmup_steps: weight 0 for this many optimizer steps, then ``weight`` (the paper's form). With a schedule as
+            ``weight`` leave it at 0: the schedule says everything.
+        correctness: the completion reward that says what is correct: its name (the run's own values are used), or the
+            callable itself (needed in stock TRL, which shows no reward the values of another).
+        correct_from: a sample is correct if its value is at least this.
+        truncated: what a sample stopped by the token budget counts as. ``as_is`` (default): its length as generated, its
+            correctness as graded. ``wrong``: never correct, so never praised for stopping at the budget. ``exclude``: not
+            in min and max, reward 0. Only ``LabTrainer`` knows which samples were truncated: the last two are refused
+            in stock TRL.
+        num_generations: see ``GroupReward``.
+
+    A sample that the correctness reward calls unscorable (``None``) is not in min and max and gets ``None``.
+    """
+
+    def __init__(
+        self,
+        weight: float | Mapping[str, Any] | Schedule = 1.0,
+        warmup_steps: int = 0,
+        correctness: str | CompletionReward = "accuracy_reward",
+        correct_from: float = 1.0,
+        truncated: Truncated = "as_is",
+        num_generations: int | None = None,
+    ) -> None:
+        if isinstance(correctness, str):
+            source_name, sources = correctness, None
+        elif callable(correctness):
+            source_name = str(getattr(correctness, "__name__", type(correctness).__name__))
+            sources = {source_name: correctness}
+        else:
+            raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
+        if truncated not in _TRUNCATED:
+            raise ValueError(f"`truncated` must be one of {_TRUNCATED}, got {truncated!r}")
+        super().__init__(num_generations=num_generations, sources=sources)
+        self.__name__ = "kimi_length_reward"
+        self.requires = (source_name,)
+        self.schedule = _with_warmup(schedule_from(weight), warmup_steps)
+        self.correct_from = correct_from
+        self.truncated = truncated
+
+    def weight_at(self, step: int) -> float:
+        """The weight in force at optimizer step ``step`` (what a trainer logs)."""
+        return self.schedule(step)
+
+    def needs_progress(self) -> bool:
+        return not self.schedule.is_constant
+
+    def score_group(self, group: Group) -> list[float | None]:
+        values = self.required(self.requires[0], group)
+        verdicts = self._verdicts(values, group.truncated)
+        weight = self.weight_at(group.step)
+        by_length = kimi_length_reward(group.lengths, verdicts)
+        return [None if value is None else weight * reward for value, reward in zip(values, by_length)]
+
+    def _verdicts(self, values: Sequence[float | None], truncated: Sequence[bool] | None) -> list[bool | None]:
+        """Correct, wrong, or taking no part."""
+        graded = [None if value is None else value >= self.correct_from for value in values]
+        if self.truncated == "as_is":
+            return cast("list[bool | None]", graded)
+        if truncated is None:
+            raise ValueError(
+                f"KimiLengthReward(truncated={self.truncated!r}) must know which samples the token budget cut off, and "
+                "stock TRL tells no reward. Use grpo_lab.LabTrainer, or truncated='as_is'"
+            )
+        if self.truncated == "exclude":
+            return [None if cut else verdict for verdict, cut in zip(graded, truncated)]
+        return [False if cut and verdict is not None else verdict for verdict, cut in zip(graded, truncated)]
+
+
+def _with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
+    """Off for ``warmup_steps``, then constant."""
+    if warmup_steps == 0:
+        return schedule
+    if not isinstance(schedule, Constant):
+        raise ValueError(
+            f"`warmup_steps={warmup_steps}` is the short form for a constant weight; with weight={schedule!r} say it in "
+            "the schedule and leave `warmup_steps` at 0"
+        )
+    return Warmup(start=warmup_steps, value=schedule.value)

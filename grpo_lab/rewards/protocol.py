@@ -1,0 +1,274 @@
+"""What a reward may look at: one completion, or the whole group that shares its prompt.
+
+TRL calls every reward on each rank's *local* rows and gathers the numbers afterwards. A reward that compares the samples
+of one group (Kimi's length reward: shortest and longest of the group) is then computed on half a group wherever a group
+straddles ranks, and nobody is told. Here a reward states what it needs:
+
+* ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
+* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
+  columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
+
+A team writes one in five lines::
+
+    @group_reward(requires=("accuracy_reward",))
+    def shortest_correct_bonus(group: Group) -> list[float]:
+        right = [value == 1.0 for value in group.rewards["accuracy_reward"]]
+        best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
+        return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
+
+In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts and refuses
+with the reason where these cannot be whole groups. Source: ours (asked for in trl #3896).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pickle import PicklingError
+from typing import Any, ClassVar, Literal, cast, overload
+
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.local_groups import local_group_sizes
+
+__all__ = ["Group", "GroupReward", "Scope", "group_reward", "scope_of", "score_groups"]
+
+Scope = Literal["completion", "group"]
+Values = list[float | None]
+CompletionReward = Callable[..., Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """All G samples of one prompt, in the order of generation. Lists have length G; lengths are in tokens.
+
+    Attributes:
+        prompt: as in the data set: text or message list.
+        completions: the texts.
+        completion_ids: token ids without padding.
+        lengths: number of completion tokens (``len`` of the ids).
+        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL tells no reward).
+        rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
+        columns: the data set's columns, one value a sample.
+        step, max_steps: training progress in optimizer steps.
+    """
+
+    prompt: Any
+    completions: list[str]
+    completion_ids: list[list[int]]
+    lengths: list[int]
+    truncated: list[bool] | None = None
+    rewards: Mapping[str, Values] = field(default_factory=dict)
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    step: int = 0
+    max_steps: int = 0
+
+    def __post_init__(self) -> None:
+        size = len(self.completions)
+        lists: dict[str, Sequence[Any] | None] = {
+            "completion_ids": self.completion_ids,
+            "lengths": self.lengths,
+            "truncated": self.truncated,
+            **{f"rewards[{name!r}]": values for name, values in self.rewards.items()},
+            **{f"columns[{name!r}]": values for name, values in self.columns.items()},
+        }
+        wrong = {name: len(values) for name, values in lists.items() if values is not None and len(values) != size}
+        if size == 0 or wrong:
+            raise ValueError(f"a group has one entry per completion; it has {size} completions but {wrong} entries")
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+class GroupReward(ABC):
+    """A reward of scope ``group``: implement ``score_group``.
+
+    Args:
+        num_generations: G, needed in stock TRL with more than one process; with one process it is read off the prompts.
+        sources: completion rewards to call where the run does not supply a name of ``requires`` (always so in stock TRL,
+            which shows no reward the values of another).
+    """
+
+    scope: ClassVar[Scope] = "group"
+    requires: tuple[str, ...] = ()
+
+    def __init__(
+        self, *, num_generations: int | None = None, sources: Mapping[str, CompletionReward] | None = None
+    ) -> None:
+        if num_generations is not None and num_generations < 1:
+            raise ValueError(f"`num_generations` must be at least 1, got {num_generations}")
+        self.num_generations = num_generations
+        self.sources = dict(sources or {})
+
+    @property
+    def name(self) -> str:
+        """The name under which the value is logged."""
+        return str(getattr(self, "__name__", type(self).__name__))
+
+    @abstractmethod
+    def score_group(self, group: Group) -> Sequence[float | None]:
+        """One number per completion of one whole group; ``None`` = unscorable."""
+
+    def required(self, name: str, group: Group) -> Values:
+        """The values of reward ``name`` on ``group``: the run's own, else computed by ``sources[name]``."""
+        if name in group.rewards:
+            return group.rewards[name]
+        if name in self.sources:
+            prompts = [group.prompt] * len(group)
+            return list(self.sources[name](prompts=prompts, completions=group.completions, **group.columns))
+        raise ValueError(
+            f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. Add it to "
+            f"`reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no reward the "
+            "values of another one)"
+        )
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Any = None,
+        **columns: Any,
+    ) -> Values:
+        """Stock TRL's call on local rows: group them, or say why that is impossible."""
+        if completion_ids is None:
+            raise ValueError(f"{self.name} counts tokens: call it with `completion_ids`, as TRL does")
+        sizes = local_group_sizes(prompts, self.num_generations, self.name)
+        rows = {
+            name: values for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)
+        }
+        values: Values = []
+        for start, size in sizes:
+            rows_of_group = slice(start, start + size)
+            ids = [list(row) for row in completion_ids[rows_of_group]]
+            group = Group(
+                prompt=prompts[start],
+                completions=[completion_text(completion) for completion in completions[rows_of_group]],
+                completion_ids=ids,
+                lengths=[len(row) for row in ids],
+                columns={name: column[rows_of_group] for name, column in rows.items()},
+                step=_progress(self, trainer_state, "global_step"),
+                max_steps=_progress(self, trainer_state, "max_steps"),
+            )
+            values += score_groups(self, [group])
+        return values
+
+    def needs_progress(self) -> bool:
+        """True where the value depends on the training step, so that a call without it must be refused."""
+        return False
+
+
+def score_groups(reward: GroupReward, groups: Sequence[Group]) -> Values:
+    """``score_group`` on every group, one after the other, checked: G values, each finite or ``None``."""
+    flat: Values = []
+    for group in groups:
+        scores = [None if score is None else float(score) for score in reward.score_group(group)]
+        if len(scores) != len(group):
+            raise ValueError(f"{reward.name} gave {len(scores)} values for a group of {len(group)} completions")
+        bad = [score for score in scores if score is not None and not math.isfinite(score)]
+        if bad:
+            raise ValueError(f"{reward.name} gave {bad[0]}; a reward is a finite number, or None for unscorable")
+        flat += scores
+    return flat
+
+
+def scope_of(reward: Any) -> Scope:
+    """``reward.scope``, or ``completion`` for everything that does not declare one (any stock TRL reward)."""
+    scope = getattr(reward, "scope", "completion")
+    if scope not in ("completion", "group"):
+        raise ValueError(f"reward {reward!r} declares scope {scope!r}; allowed: 'completion', 'group'")
+    if scope == "group" and not hasattr(reward, "score_group"):
+        raise ValueError(
+            f"reward {reward!r} declares scope 'group' but has no `score_group`; derive it from GroupReward"
+        )
+    return cast(Scope, scope)
+
+
+def _progress(reward: GroupReward, trainer_state: Any, name: str) -> int:
+    if trainer_state is None:
+        if reward.needs_progress():
+            raise ValueError(
+                f"{reward.name} depends on the training step: call it with `trainer_state`, as TRL does, or use a "
+                "constant weight"
+            )
+        return 0
+    return int(getattr(trainer_state, name))
+
+
+class _FunctionReward(GroupReward):
+    """A plain function ``group -> values`` as a ``GroupReward``. Pickled by the function's address, as functions are."""
+
+    def __init__(
+        self,
+        score: Callable[[Group], Sequence[float | None]],
+        requires: tuple[str, ...] = (),
+        num_generations: int | None = None,
+        sources: Mapping[str, CompletionReward] | None = None,
+    ) -> None:
+        super().__init__(num_generations=num_generations, sources=sources)
+        self.requires = requires
+        self.__name__ = score.__name__
+        self.__qualname__ = score.__qualname__
+        self.__module__ = score.__module__
+        self.__doc__ = score.__doc__
+        self._score = score
+
+    def score_group(self, group: Group) -> Sequence[float | None]:
+        for name in self.requires:
+            if name not in group.rewards:
+                group = replace(group, rewards={**group.rewards, name: self.required(name, group)})
+        return self._score(group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        address = (self.__module__, self.__qualname__)
+        try:
+            _at_address(*address)
+        except (ImportError, AttributeError) as error:
+            raise PicklingError(f"a group reward is pickled by its address, and {address} is none: {error}") from error
+        return (_restore, (*address, self.requires, self.num_generations, self.sources))
+
+
+def _at_address(module: str, qualname: str) -> Any:
+    found: Any = import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _restore(module: str, qualname: str, *settings: Any) -> GroupReward:
+    found = _at_address(module, qualname)
+    # After ``@group_reward`` the address holds the reward itself; after ``r = group_reward(f)`` it still holds ``f``.
+    return found if isinstance(found, GroupReward) else _FunctionReward(found, *settings)
+
+
+@overload
+def group_reward(score: Callable[[Group], Sequence[float | None]], /) -> GroupReward: ...
+
+
+@overload
+def group_reward(
+    *,
+    requires: tuple[str, ...] = ...,
+    num_generations: int | None = ...,
+    sources: Mapping[str, CompletionReward] | None = ...,
+) -> Callable[[Callable[[Group], Sequence[float | None]]], GroupReward]: ...
+
+
+def group_reward(
+    score: Callable[[Group], Sequence[float | None]] | None = None,
+    /,
+    *,
+    requires: tuple[str, ...] = (),
+    num_generations: int | None = None,
+    sources: Mapping[str, CompletionReward] | None = None,
+) -> Any:
+    """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
+
+    With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
+    the function reads from ``group.rewards``.
+    """
+    make = partial(_FunctionReward, requires=tuple(requires), num_generations=num_generations, sources=sources)
+    return make if score is None else make(score)

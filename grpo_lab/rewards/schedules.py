@@ -1,0 +1,213 @@
+"""A reward's weight as a function of the optimizer step, and of nothing else.
+
+``weight(step)`` keeps no state, so a resumed run gives at step t what the uninterrupted run gave there: the step itself
+is in every checkpoint, and nothing else needs to be.
+
+``step`` counts finished optimizer steps as ``trainer_state.global_step`` does: the first batch is generated at step 0.
+
+===============  =============================  ====================================================================
+``kind``         settings                       weight at ``step``
+===============  =============================  ====================================================================
+``constant``     value                          value
+``warmup``       start, value                   0 before ``start``, then value (Kimi k1.5's default: off, then constant)
+``linear``       start, end, initial, value     a straight line from initial (≤ start) to value (≥ end)
+``cosine``       start, end, initial, value     half a cosine between the same ends, flat at both
+``piecewise``    points ``[[step, value], …]``  the value of the last point that ``step`` has reached
+===============  =============================  ====================================================================
+
+All values are weights without unit. Kimi k1.5 (section 2.3.3) states only "first without the length penalty, then a
+constant one": the other shapes are ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any, ClassVar
+
+__all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Base: a picklable, comparable, pure function ``step -> weight``."""
+
+    kind: ClassVar[str] = ""
+
+    def __call__(self, step: int) -> float:
+        """The weight at ``step`` ≥ 0."""
+        if isinstance(step, bool) or int(step) != step or step < 0:
+            raise ValueError(
+                f"a schedule takes the number of finished optimizer steps, a whole number ≥ 0; got {step!r}"
+            )
+        return self.weight(int(step))
+
+    def weight(self, step: int) -> float:
+        raise NotImplementedError
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The mapping that ``schedule_from`` turns back into this schedule (for logs and run summaries)."""
+        return {"kind": self.kind, **asdict(self)}
+
+    @property
+    def is_constant(self) -> bool:
+        """True where the weight does not depend on the step, so that no training progress is needed."""
+        return False
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    value: float
+
+    kind: ClassVar[str] = "constant"
+
+    def __post_init__(self) -> None:
+        _check_weights(self.kind, value=self.value)
+
+    def weight(self, step: int) -> float:
+        return self.value
+
+    @property
+    def is_constant(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Warmup(Schedule):
+    """0 for the steps ``0 … start − 1``, then ``value``."""
+
+    start: int
+    value: float
+
+    kind: ClassVar[str] = "warmup"
+
+    def __post_init__(self) -> None:
+        _check_weights(self.kind, value=self.value)
+        _check_step(self.kind, "start", self.start)
+
+    def weight(self, step: int) -> float:
+        return 0.0 if step < self.start else self.value
+
+
+@dataclass(frozen=True)
+class _Ramp(Schedule):
+    """``initial`` up to ``start``, ``value`` from ``end`` on, a curve in between."""
+
+    start: int
+    end: int
+    value: float
+    initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_weights(self.kind, value=self.value, initial=self.initial)
+        _check_step(self.kind, "start", self.start)
+        _check_step(self.kind, "end", self.end)
+        if self.end <= self.start:
+            raise ValueError(
+                f"schedule {self.kind!r}: `end` must be after `start`, got start={self.start}, end={self.end}; "
+                "for a jump use kind 'warmup'"
+            )
+
+    def weight(self, step: int) -> float:
+        if step <= self.start:  # both ends exactly, not up to rounding
+            return self.initial
+        if step >= self.end:
+            return self.value
+        return self.initial + (self.value - self.initial) * self.curve((step - self.start) / (self.end - self.start))
+
+    def curve(self, progress: float) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(_Ramp):
+    kind: ClassVar[str] = "linear"
+
+    def curve(self, progress: float) -> float:
+        return progress
+
+
+@dataclass(frozen=True)
+class Cosine(_Ramp):
+    kind: ClassVar[str] = "cosine"
+
+    def curve(self, progress: float) -> float:
+        return 0.5 * (1.0 - math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Piecewise(Schedule):
+    """Steps up and down: ``points`` are ``(step, value)`` in rising order, the first at step 0."""
+
+    points: tuple[tuple[int, float], ...]
+
+    kind: ClassVar[str] = "piecewise"
+
+    def __post_init__(self) -> None:
+        points = tuple((at, value) for at, value in self.points)
+        object.__setattr__(self, "points", points)
+        steps = [at for at, _ in points]
+        for at, value in points:
+            _check_step(self.kind, "points", at)
+            _check_weights(self.kind, points=value)
+        if not steps or steps[0] != 0 or any(late <= early for early, late in pairwise(steps)):
+            raise ValueError(
+                f"schedule 'piecewise': `points` must start at step 0 and rise strictly; got steps {steps}"
+            )
+
+    def weight(self, step: int) -> float:
+        return next(value for at, value in reversed(self.points) if at <= step)
+
+    @property
+    def is_constant(self) -> bool:
+        return len(self.points) == 1
+
+
+_KINDS: dict[str, type[Schedule]] = {kind.kind: kind for kind in (Constant, Warmup, Linear, Cosine, Piecewise)}
+
+
+def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
+    """A number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule → a schedule.
+
+    Raises:
+        ValueError: an unknown kind or setting (named with the nearest known one), a missing setting, a bad value.
+    """
+    if isinstance(spec, Schedule):
+        return spec
+    if isinstance(spec, (int, float)) and not isinstance(spec, bool):
+        return Constant(float(spec))
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"a schedule is a number, a mapping with 'kind' or a Schedule; got {spec!r}")
+    kind = spec.get("kind")
+    if kind not in _KINDS:
+        raise ValueError(f"unknown schedule kind {kind!r}{_nearest(kind, _KINDS)}; kinds: {sorted(_KINDS)}")
+    settings = {key: value for key, value in spec.items() if key != "kind"}
+    known = {field.name for field in fields(_KINDS[kind])}
+    for key in settings:
+        if key not in known:
+            raise ValueError(
+                f"schedule {kind!r} has no setting {key!r}{_nearest(key, known)}; settings: {sorted(known)}"
+            )
+    missing = known - settings.keys() - {"initial"}
+    if missing:
+        raise ValueError(f"schedule {kind!r} needs {sorted(missing)}; got {dict(spec)}")
+    return _KINDS[kind](**settings)
+
+
+def _nearest(name: object, known: Sequence[str] | Mapping[str, Any] | set[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _check_weights(kind: str, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"schedule {kind!r}: `{name}` must be a finite number, got {value!r}")
+
+
+def _check_step(kind: str, name: str, step: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"schedule {kind!r}: `{name}` must be a step number (whole, ≥ 0), got {step!r}")

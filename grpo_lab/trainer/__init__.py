@@ -1,0 +1,8 @@
+"""The only room that knows TRL."""
+
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.config import LabConfig
+from grpo_lab.trainer.lab_trainer import LabTrainer
+from grpo_lab.trainer.named import DrGRPOTrainer
+
+__all__ = ["DrGRPOTrainer", "LabConfig", "LabTrainer", "trl_bridge"]

@@ -1,0 +1,175 @@
+"""``LabConfig``: TRL's flat configuration plus our small mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from grpo_lab.objectives import preset
+from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
+from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
+
+#: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
+NOT_HONOURED: tuple[str, ...] = (
+    "top_entropy_quantile",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+    "off_policy_mask_threshold",
+    "multi_objective_aggregation",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+
+
+@dataclass
+class LabConfig(GRPOConfig):
+    """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
+
+    Args:
+        objective: name of a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``) or a
+            mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, epsilon: …, …}``. ``None``: TRL's own ``loss_type``,
+            ``scale_rewards``, ``importance_sampling_level`` … are in force.
+        advantage: name of a rule, or a mapping ``{name: …, epsilon: …}``; overrides the preset's.
+        kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
+            with k3 in the loss (``use_bias_correction_kl``).
+        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
+
+    Raises:
+        ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
+            does not honour or that says the same thing differently (both settings are named).
+    """
+
+    objective: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Preset name or mapping; None keeps TRL's own settings."}
+    )
+    advantage: dict[str, Any] | str | None = field(default=None, metadata={"help": "Advantage rule: name or mapping."})
+    kl: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
+    )
+    update: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
+        """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
+        names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
+        refuse_unknown(kwargs, names, f"`{cls.__name__}`")
+        config = super().__new__(cls)
+        config._written = frozenset() if set(kwargs) >= set(names) else frozenset(kwargs)  # a parser writes them all
+        return config
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.agree()
+
+    def agree(self) -> None:
+        """Check our settings against TRL's and against each other; write the objective into TRL's fields too."""
+        settings = self.lab_settings
+        if settings.objective is not None:
+            refuse_contradictions(self, settings)
+            agree_with_trl(self, settings)
+        if settings.kl is not None:
+            self._agree_on_beta(settings)
+        algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
+
+    @property
+    def lab_settings(self) -> LabSettings:
+        return settings_of(self)
+
+    def _agree_on_beta(self, settings: LabSettings) -> None:
+        assert settings.kl is not None
+        coefficient = settings.kl.coefficient
+        if coefficient is not None:
+            if self.beta not in (0.0, coefficient):
+                raise ValueError(
+                    f"`kl.coefficient` is {coefficient} and `beta` is {self.beta}: two names for one number; set one"
+                )
+            self.beta = coefficient  # TRL builds the reference model by `beta`
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``TrainingArguments.to_dict``; parts that were given as objects are written by name."""
+        return {key: _plain(value) for key, value in super().to_dict().items()}
+
+
+def settings_of(args: Any) -> LabSettings:
+    """Our settings of any configuration; a plain ``GRPOConfig`` has none set."""
+    return lab_settings(*(getattr(args, name, None) for name in ("objective", "advantage", "kl", "update")))
+
+
+def written(args: Any, name: str) -> bool:
+    """Whether ``name`` was set by the user: written down in the constructor, or different from its default."""
+    if name in getattr(args, "_written", frozenset()):
+        return True
+    default = next(f.default for f in dataclasses.fields(args) if f.name == name)
+    return bool(getattr(args, name) != default)
+
+
+def refuse_contradictions(args: Any, settings: LabSettings) -> None:
+    """Refuse TRL settings beside ``objective`` that it does not honour, or that say the same thing differently."""
+    chosen = settings.objective
+    assert chosen is not None
+    for name in NOT_HONOURED:
+        if written(args, name) and getattr(args, name) != _default(args, name):
+            raise ValueError(
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss, and `objective`={chosen.name!r} does not honour "
+                f"it: leave out `{name}`, or leave out `objective` and use TRL's `loss_type`"
+            )
+    row = preset(chosen.name or "grpo")
+    loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
+    _same(args, "loss_type", loss_type, "objective", chosen.name)
+    _same(args, "importance_sampling_level", chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio)
+    rule = settings.advantage.name if settings.advantage and settings.advantage.name else chosen.advantage
+    rule = row.advantage if rule is None else rule
+    _same(args, "scale_rewards", TRL_SCALING.get(rule) if isinstance(rule, str) else None, "advantage", rule)
+    for name in ("epsilon", "epsilon_high", "delta"):
+        ours = getattr(chosen, name)
+        if ours is not None:
+            _same(args, name, ours, f"objective.{name}", ours)
+
+
+def _same(args: Any, name: str, expected: Any, ours: str, value: Any) -> None:
+    if written(args, name) and getattr(args, name) != expected:
+        meaning = f"means `{name}`={expected!r}" if expected is not None else f"has no counterpart among TRL's `{name}`"
+        raise ValueError(
+            f"`{name}`={getattr(args, name)!r} contradicts `{ours}`={value!r}, which {meaning}: leave one out"
+        )
+
+
+def agree_with_trl(args: Any, settings: LabSettings) -> None:
+    """Write the objective into TRL's fields too, so that whatever reads those (model card, logs) reads the truth."""
+    chosen = settings.objective
+    assert chosen is not None
+    row = preset(chosen.name or "grpo")
+    if chosen.name in TRL_EQUIVALENT:
+        args.loss_type = TRL_EQUIVALENT[chosen.name][0]
+    args.importance_sampling_level = chosen.ratio or row.ratio
+    rule = (settings.advantage and settings.advantage.name) or chosen.advantage or row.advantage
+    if isinstance(rule, str) and rule in TRL_SCALING:
+        args.scale_rewards = TRL_SCALING[rule]
+    for name in ("epsilon", "epsilon_high", "delta"):
+        if getattr(chosen, name) is not None:
+            setattr(args, name, getattr(chosen, name))
+
+
+def _default(args: Any, name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(args) if f.name == name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if callable(value) and not isinstance(value, type(None)):
+        kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
+        return f"{kind.__module__}:{kind.__qualname__}"
+    return value

@@ -1,0 +1,67 @@
+"""Bad input meets a clear error here, before a model is loaded: what was seen, what is allowed, which setting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+
+def check_inputs(model: Any, reward_funcs: Any, args: Any, train_dataset: Any, others: dict[str, Any]) -> None:
+    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it."""
+    check_model(model)
+    if train_dataset is not None:
+        check_dataset(train_dataset, "train_dataset", needs_prompt=others.get("environment_factory") is None)
+    rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if isinstance(train_dataset, Dataset):
+        for reward in rewards:
+            check_columns(reward, train_dataset.column_names)
+
+
+def check_model(model: Any) -> None:
+    """A model path must be a local folder with a config, or a hub name that can be reached."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"`model` is the folder {str(model)!r}, which holds no config.json; it must be a saved model"
+            )
+        return
+    looks_local = str(model).startswith((".", "/", "~")) or str(model).count("/") > 1
+    if looks_local:
+        raise ValueError(f"`model` is {str(model)!r}: no such folder; give a local folder or a hub name 'owner/name'")
+    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True") and not _in_hub_cache(str(model)):
+        raise ValueError(
+            f"`model` is {str(model)!r}: not a local folder, not in the local hub cache, and HF_HUB_OFFLINE is set, so it "
+            "cannot be reached; give a local folder or unset HF_HUB_OFFLINE"
+        )
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def check_dataset(dataset: Any, setting: str, needs_prompt: bool = True) -> None:
+    if isinstance(dataset, Dataset):
+        if len(dataset) == 0:
+            raise ValueError(f"`{setting}` is empty; it needs at least one row")
+        if needs_prompt and "prompt" not in dataset.column_names:
+            raise ValueError(f"`{setting}` has no column 'prompt'; it has {dataset.column_names}")
+    elif not isinstance(dataset, IterableDataset):
+        raise ValueError(f"`{setting}` is a {type(dataset).__name__}; it must be a datasets.Dataset or IterableDataset")
+
+
+def check_columns(reward: Any, columns: list[str]) -> None:
+    """A reward that states the columns it reads (``columns = ("solution",)``) must find them."""
+    for column in getattr(reward, "columns", ()):
+        if column not in columns:
+            name = getattr(reward, "__name__", type(reward).__name__)
+            raise ValueError(
+                f"reward {name!r} reads the column {column!r}, which `train_dataset` lacks; it has {columns}"
+            )

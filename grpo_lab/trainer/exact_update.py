@@ -1,0 +1,243 @@
+"""The exact update: TRL's gradient from the live rows only, in bins without padding.
+
+HF's loop calls ``compute_loss`` once per micro-batch. Here the first micro-batches of an optimizer step are only put
+aside (their loss is a constant 0); with the last one all rows of the step are planned, forwarded and backwarded in bins,
+and the last bin's loss is handed back, so that HF itself runs the backward that synchronises gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
+from grpo_lab.trainer.row_table import Bin, RowTable
+from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
+from grpo_lab.update import (
+    LiveConditions,
+    Plan,
+    Rows,
+    default_max_tokens,
+    live_rows,
+    plan_update,
+    why_all_rows,
+    why_stock_batches,
+)
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+_SCALED_POSITIONS = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out."""
+
+    stock: str | None
+    all_rows: str | None
+
+
+def verdict(trainer: LabTrainer, multimodal: bool = False) -> Verdict:
+    """Check FIELD §4's conditions on what the run really uses."""
+    if trainer.lab_settings.update.is_off:
+        return Verdict("update is 'off'", "update is 'off'")
+    objective = trainer.algorithm.objective
+    if objective is None:
+        reason = f"the loss is left to TRL ({trainer.algorithm.left_to_trl})"
+        return Verdict(reason, reason)
+    if not is_sum_over_rows(objective) and not _is_local(objective):
+        reason = "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches"
+        return Verdict(reason, reason)
+    conditions = _conditions(trainer, multimodal)
+    stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
+    if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
+        all_rows = "update.dead_groups is 'keep'"
+    return Verdict(stock, all_rows)
+
+
+def _is_local(objective: Any) -> bool:
+    return getattr(objective.aggregate, "__name__", "") == "local_token_mean"
+
+
+def _conditions(trainer: LabTrainer, multimodal: bool) -> LiveConditions:
+    objective, args, model = trainer.algorithm.objective, trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    assert objective is not None
+    return LiveConditions(
+        kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
+        value_loss=0.0,
+        surrogate_vanishes=objective.kl_in_loss is not None
+        or vanishes_without_advantage(trainer.token_loss, objective),
+        entropy_bonus=args.entropy_coef,
+        adaptive_entropy=args.use_adaptive_entropy,
+        entropy_quantile=args.top_entropy_quantile,
+        moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+        dropout=_active_dropout(model),
+        embedding_noise=args.neftune_noise_alpha or 0.0,
+        batch_dependent_layers=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        shift_invariant_positions=_keeps_positions(model),
+        local_denominator=_is_local(objective),
+        off_policy_mask_per_row=True,
+        multimodal=multimodal,
+    )
+
+
+def _active_dropout(model: nn.Module) -> float:
+    rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates += [
+        float(getattr(m, "attention_dropout", 0.0) or 0.0) for m in model.modules() if not isinstance(m, nn.Dropout)
+    ]
+    return max([float(rate) for rate in rates if isinstance(rate, (int, float))], default=0.0)
+
+
+def _keeps_positions(model: nn.Module) -> bool:
+    """Bins hand in the positions that stock would have used; only scaling by the *longest* position still differs."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope.get("rope_type")] + [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
+    return not any(kind in _SCALED_POSITIONS for kind in kinds)
+
+
+class ExactUpdate:
+    """One per trainer; holds the micro-batches of the optimizer step that is being collected."""
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self.trainer = trainer
+        self._window: list[dict[str, Any]] = []
+        self._said: set[str] = set()
+        self._verdict: Verdict | None = None
+
+    def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
+        if self._verdict is None:
+            self._verdict = verdict(self.trainer)
+            self._say(self._verdict)
+        if self._verdict.stock is not None or is_multimodal(inputs):
+            if self._verdict.stock is None:
+                self._say(verdict(self.trainer, multimodal=True))
+            return self.trainer._compute_loss(model, inputs)
+        self._window.append(inputs)
+        if not self.trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=self.trainer.accelerator.device, requires_grad=True)
+        window, self._window = self._window, []
+        return self._run(model, window)
+
+    def _say(self, found: Verdict) -> None:
+        """State once per reason what is not skipped and why."""
+        if found.stock is not None and found.stock not in self._said:
+            self._said.add(found.stock)
+            self.trainer.say(f"exact update: micro-batches stay as TRL cut them: {found.stock}")
+        elif found.all_rows is not None and found.all_rows not in self._said:
+            self._said.add(found.all_rows)
+            self.trainer.say(f"exact update: all rows are computed: {found.all_rows}")
+
+    def _run(self, model: nn.Module, window: list[dict[str, Any]]) -> Tensor:
+        trainer = self.trainer
+        assert self._verdict is not None
+        local_rows = sum(batch["prompt_ids"].size(0) for batch in window)
+        budget = trainer.lab_settings.update.max_tokens or _stock_footprint(window, trainer.accelerator)
+        marked = [_marked(trainer, batch, slot) for slot, batch in enumerate(window)]
+        table = RowTable.of(marked).gathered(trainer.accelerator)
+        plan = self._plan(table, budget)
+        denominators = Denominators(
+            rows=float(local_rows), tokens=1.0, budget=float(trainer.max_completion_length), micro_batches=len(window)
+        )
+        bins = plan.bins[trainer.accelerator.process_index]
+        done = torch.zeros((), device=trainer.accelerator.device)
+        for rows in bins[:-1]:
+            with without_gradient_sync(trainer, model):
+                _, loss = self._bin_loss(model, table.bin(rows), denominators)
+                trainer.accelerator.backward(loss)
+            done = done + loss.detach()
+            del loss
+        last_batch, last = self._bin_loss(model, table.bin(bins[-1]), denominators)
+        self._record_skipped(plan, table, last_batch, denominators)
+        self._record(plan, table, window)
+        return last + done
+
+    def _plan(self, table: RowTable, budget: int) -> Plan:
+        mask = table.loss_mask
+        assert self._verdict is not None
+        live = mask.any(dim=1) if self._verdict.all_rows is not None else live_rows(table.advantages, mask)
+        columns = torch.stack([table.prompt_lengths, table.completion_lengths, live.long()]).tolist()
+        rows = Rows(columns[0], columns[1], [bool(flag) for flag in columns[2]])
+        return plan_update(rows, self.trainer.accelerator.num_processes, budget)
+
+    def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
+        batch = self._forward(model, rows)
+        objective = self.trainer.algorithm.objective
+        assert objective is not None
+        counted = Denominators(denominators.rows, rows.fields["num_items"].unsqueeze(1), denominators.budget)
+        self.trainer.record_tokens(batch, *self._slots(rows, denominators))
+        return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
+
+    def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
+        scored, entropies = completion_log_probs(
+            self.trainer, model, rows.input_ids, rows.attention_mask, rows.labels, rows.position_ids
+        )
+        logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
+        return self.trainer.token_batch(logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
+
+    def _slots(self, rows: Bin, denominators: Denominators) -> tuple[Tensor | None, int]:
+        """Rows' micro-batches, where metrics are means of micro-batch means (TRL's definition)."""
+        if not self.trainer.metric_book("train").mean_of_means:
+            return None, 1
+        return rows.fields["micro_batch"], int(denominators.micro_batches)
+
+    def _record_skipped(self, plan: Plan, table: RowTable, batch: TokenBatch, denominators: Denominators) -> None:
+        """Rows left out still count in means that are 0 for them; one rank speaks for all."""
+        skipped = torch.ones(table.offset.numel(), dtype=torch.bool)
+        skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
+        skipped = skipped.to(table.offset.device) & table.loss_mask.any(1)
+        if self.trainer.accelerator.process_index != 0:
+            skipped = torch.zeros_like(skipped)
+        count = int(denominators.micro_batches) if self.trainer.metric_book("train").mean_of_means else 1
+        slots = table.fields["micro_batch"] if count > 1 else torch.zeros_like(table.fields["micro_batch"])
+        zeros = torch.zeros(count, device=table.offset.device)
+        tokens = zeros.index_add(0, slots, (table.loss_mask.sum(1) * skipped).float())
+        self.trainer.record_skipped(batch, tokens, zeros.index_add(0, slots, skipped.float()))
+
+    def _record(self, plan: Plan, table: RowTable, window: list[dict[str, Any]]) -> None:
+        """What the step computed against what stock would have, the same on every rank."""
+        book = self.trainer.metric_book("train")
+        world = self.trainer.accelerator.num_processes
+        mine = 1.0 / world  # pairs are added up over ranks; these are global already
+        device = table.offset.device
+
+        def add(name: str, total: float, count: float) -> None:
+            book.add(name, torch.tensor([total * mine], device=device), count * mine)
+
+        stock = (
+            sum((b["prompt_ids"].size(1) + b["completion_ids"].size(1)) * b["prompt_ids"].size(0) for b in window)
+            * world
+        )
+        rows = sum(len(rows) for rank in plan.bins for rows in rank)
+        add("update/live_share", rows, table.offset.numel())
+        add("update/padding_share", plan.tokens_computed - plan.tokens_live, max(plan.tokens_computed, 1))
+        add("update/tokens_computed", plan.tokens_computed, 1)
+        add("update/tokens_stock", stock, 1)
+        add("update/computed_share", plan.tokens_computed, stock)
+        book.reduce(self.trainer.accelerator)
+
+
+def _stock_footprint(window: list[dict[str, Any]], accelerator: Any) -> int:
+    """Padded tokens of the largest stock micro-batch on any rank, so that every rank plans with the same budget."""
+    mine = max(
+        default_max_tokens(b["prompt_ids"].size(0), b["prompt_ids"].size(1), b["completion_ids"].size(1))
+        for b in window
+    )
+    if accelerator.num_processes == 1:
+        return mine
+    return int(accelerator.gather(torch.tensor([mine], device=accelerator.device)).max())
+
+
+def _marked(trainer: LabTrainer, batch: dict[str, Any], slot: int) -> dict[str, Any]:
+    """The micro-batch with two per-row fields: TRL's token denominator, and which micro-batch of the step it was."""
+    rows = batch["prompt_ids"].size(0)
+    count = trainer.token_denominator(batch, mode="train").float().expand(rows).contiguous()
+    return {**batch, "num_items": count, "micro_batch": torch.full((rows,), slot, device=count.device)}

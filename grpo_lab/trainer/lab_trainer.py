@@ -1,0 +1,358 @@
+"""``LabTrainer``: TRL's GRPOTrainer with seams for advantages, objective and update.
+
+One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), become advantages
+(``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
+``_compute_loss``). Public hooks for team code: ``compute_advantages`` and ``token_loss``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from grpo_lab.batch import Denominators, RewardTable, TokenBatch
+from grpo_lab.objectives import log_ratio, sampler_correction
+from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.algorithm import algorithm_from
+from grpo_lab.trainer.door import check_inputs
+from grpo_lab.trainer.exact_update import ExactUpdate, verdict
+from grpo_lab.trainer.loss_proof import prove_loss
+from grpo_lab.trainer.metrics import EXTREMES, MetricBook, add_token_metric, reward_metrics
+from grpo_lab.trainer.named_parts import with_class_parts
+from grpo_lab.trainer.reward_table import (
+    Scored,
+    check_finite,
+    correctness,
+    dead_groups,
+    fill_group_rewards,
+    gathered_rows,
+    seam_for,
+    truncated_rows,
+)
+
+logger = logging.getLogger("grpo_lab")
+
+TRUNCATION_WARNING = 0.20
+
+
+class LabTrainer(GRPOTrainer):
+    """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
+
+    Team code subclasses this. Three ways in:
+
+    (a) configuration: ``LabConfig(objective={"name": "dr_grpo", "surrogate": "team.losses:Mine"})``;
+    (b) class attributes: ``objective``, ``advantage``, ``surrogate``, ``aggregation`` hold a name or an object;
+    (c) one public hook: ``compute_advantages(table)`` or ``token_loss(batch)``.
+
+    With ``objective`` unset TRL's own settings (``loss_type``, ``scale_rewards``, …) are in force, so that changing the
+    import changes nothing else. See ``docs/design.md`` for what is overridden and why.
+    """
+
+    objective: ClassVar[Any] = None
+    advantage: ClassVar[Any] = None
+    surrogate: ClassVar[Any] = None
+    aggregation: ClassVar[Any] = None
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None, **kwargs: Any
+    ) -> None:
+        args = with_class_parts(type(self), model, args)
+        check_inputs(model, reward_funcs, args, train_dataset, kwargs)
+        self.lab_settings = args.lab_settings
+        self.algorithm = algorithm_from(args, self.lab_settings)
+        as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
+        self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
+        self._scored: Scored | None = None
+        super().__init__(model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
+        self._update = ExactUpdate(self)
+        self._prove()
+
+    # -- public hooks ------------------------------------------------------------------------------------------------
+
+    def compute_advantages(self, table: RewardTable) -> Tensor:
+        """Advantages ``[N]`` of a generation batch from its rewards over all ranks (the same on every rank).
+
+        Called only when an advantage rule of ours is in force or this hook is overridden.
+        """
+        assert self.algorithm.advantage is not None
+        return self.algorithm.advantage(table.total, table.group_size)
+
+    def token_loss(self, batch: TokenBatch) -> Tensor:
+        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False."""
+        assert self.algorithm.objective is not None
+        return self.algorithm.objective.token_loss(batch)
+
+    # -- rewards and advantages --------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        with trl_bridge.replaced(self, "reward_funcs", [seam_for(reward) for reward in self.reward_funcs]):
+            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        names = tuple(self.reward_func_names)
+        check_finite(values, names)
+        end_ids = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        cut = truncated_rows(completion_ids_list, end_ids)
+        local = torch.tensor(
+            [[len(ids), flag] for ids, flag in zip(completion_ids_list, cut, strict=True)], device=values.device
+        )
+        lengths, truncated = self.accelerator.gather(local).unbind(1)
+        if any(scope_of(reward) == "group" for reward in self.reward_funcs):
+            rows = gathered_rows(inputs, prompts, completions, completion_ids_list, cut)
+            progress = (self.state.global_step, self.state.max_steps)
+            values = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
+        table = RewardTable(values, names, self.reward_weights.detach().cpu(), self._group_size())
+        self._scored = Scored(table, lengths, truncated.bool())  # read and dropped by the method below
+        return values
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        misaligned, corrected = trl_bridge.wants_old_log_probs(self)
+        deferred = corrected and not misaligned and self.model.training and verdict(self).stock is None
+        with trl_bridge.policy_forward_deferred(self) if deferred else contextlib.nullcontext():
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        scored, self._scored = self._scored, None
+        assert scored is not None
+        mode = self._mode()
+        if deferred:
+            del output["old_per_token_logps"], output["importance_sampling_ratio"]
+            trl_bridge.forget_metrics(self, mode, "sampling/")
+        self._set_advantages(output, scored.table)
+        self._record_rewards(scored, mode)
+        return output
+
+    def _set_advantages(self, output: dict[str, Any], table: RewardTable) -> None:
+        kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
+        if (
+            kl is None
+            and self.algorithm.advantage is None
+            and type(self).compute_advantages is LabTrainer.compute_advantages
+        ):
+            return  # TRL's own stay
+        if kl is not None:
+            table = self._penalised(output, table, kl)
+        advantages = self.compute_advantages(table)
+        if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
+            raise ValueError(
+                f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) "
+                f"for {table.values.size(0)} rewards; it must return one finite number per row (`advantage`)"
+            )
+        local = output["prompt_ids"].size(0)
+        start = self.accelerator.process_index * local
+        output["advantages"] = advantages[start : start + local].to(output["advantages"].device)
+        trl_bridge.replace_logged_advantages(self, advantages)
+
+    def _penalised(self, output: dict[str, Any], table: RewardTable, kl: Any) -> RewardTable:
+        """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here."""
+        mask = _loss_mask(output)
+        old = output.get("old_per_token_logps")
+        if old is None:
+            old = self._log_probs_at_generation(output)
+            output["old_per_token_logps"] = old
+        penalty = self.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
+        book = self.metric_book(self._mode())
+        book.add("kl/reward_penalty", penalty.sum(), penalty.numel())
+        book.settle_alike()
+        column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
+        column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
+        return RewardTable(
+            torch.cat([table.values, column], dim=1),
+            (*table.names, "kl"),
+            torch.cat([table.weights, torch.ones(1)]),
+            table.group_size,
+        )
+
+    @torch.no_grad()
+    def _log_probs_at_generation(self, output: dict[str, Any]) -> Tensor:
+        input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
+        logps, _, _ = self._get_per_token_logps_and_entropies(
+            self.model,
+            input_ids,
+            attention,
+            output["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+            **multimodal,
+        )
+        return logps
+
+    def _record_rewards(self, scored: Scored, mode: str) -> None:
+        book, table = self._books[mode], scored.table
+        correct = correctness(table, self.reward_funcs)
+        reward_metrics(book, dead_groups(table.total, table.group_size), scored.lengths, scored.truncated, correct)
+        share = scored.truncated.float().mean().item()
+        if mode == "train" and share > TRUNCATION_WARNING:
+            self.say(
+                f"{share:.0%} of the completions were cut at max_completion_length={self.max_completion_length} tokens "
+                "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
+                key="truncated",
+            )
+
+    def _group_size(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    # -- loss --------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        ours = type(self)._compute_loss is LabTrainer._compute_loss
+        if return_outputs or not self.model.training or not ours:
+            loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss
+        return self._update.loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
+        if self.algorithm.objective is None or self.aux_loss_enabled or not self._same_trl_path(inputs):
+            stock: Tensor = super()._compute_loss(model, inputs)
+            return stock
+        mode = self._mode()
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        multimodal = {name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, input_ids, attention, inputs["completion_ids"].size(1), compute_entropy=True, **multimodal
+        )
+        batch = self.token_batch(logps, entropies, _loss_mask(inputs), inputs)
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        denominators = Denominators(
+            rows=batch.mask.size(0) * accumulation,
+            tokens=self.token_denominator(inputs, mode),
+            budget=float(self.max_completion_length),
+            micro_batches=accumulation,
+        )
+        self.record_tokens(batch)
+        if mode == "eval" or self.accelerator.sync_gradients:
+            self._books[mode].reduce(self.accelerator)
+        return self.algorithm.objective.aggregate(self.token_loss(batch), batch.mask, denominators)
+
+    def _same_trl_path(self, inputs: dict[str, Any]) -> bool:
+        """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
+        objective = self.algorithm.objective
+        return objective is not None and (objective.kl_in_loss is None or "ref_per_token_logps" in inputs)
+
+    def token_batch(self, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]) -> TokenBatch:
+        """One micro-batch or bin as the carrier that surrogates see; on-policy old log-probs are the forward's own."""
+        objective = self.algorithm.objective
+        assert objective is not None
+        old = fields.get("old_per_token_logps")
+        old = logps.detach() if old is None else old
+        advantages = fields["advantages"]
+        weights = fields.get("importance_sampling_ratio")
+        if weights is None and self.use_vllm and self.vllm_importance_sampling_correction:
+            weights = sampler_correction(
+                old,
+                fields["sampling_per_token_logps"],
+                mask,
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_min,
+                self.vllm_importance_sampling_clip_max,
+            )
+        return TokenBatch(
+            logps=logps,
+            old_logps=old,
+            log_ratio=log_ratio(objective.ratio, logps, old, mask),
+            advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
+            mask=mask,
+            ref_logps=fields.get("ref_per_token_logps"),
+            entropies=entropies,
+            sampler_weights=weights,
+            extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
+        )
+
+    def token_denominator(self, inputs: dict[str, Any], mode: str) -> Tensor:
+        """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
+        count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if mode == "train":
+            count = count * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return count
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def metric_book(self, mode: str) -> MetricBook:
+        return self._books[mode]
+
+    @torch.no_grad()
+    def record_tokens(self, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1) -> None:
+        """Entropy, KL and the surrogate's diagnostics of a micro-batch or bin into the book."""
+        objective = self.algorithm.objective
+        assert objective is not None
+        values = dict(objective.diagnostics(batch))
+        if batch.entropies is not None:
+            values["entropy"] = batch.entropies
+        if objective.kl_in_loss is not None:
+            values["kl"] = objective.kl_in_loss.in_loss(batch)
+        for name, value in values.items():
+            add_token_metric(self.metric_book(self._mode()), name, value, batch.mask, slots, num_slots)
+        if batch.sampler_weights is not None and "sampling_per_token_logps" in batch.extras:
+            self._record_sampler(batch, slots, num_slots)
+
+    def _record_sampler(self, batch: TokenBatch, slots: Tensor | None, num_slots: int) -> None:
+        """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation."""
+        if "importance_sampling_ratio" in batch.extras:
+            return  # TRL made and logged it
+        assert batch.sampler_weights is not None
+        book = self.metric_book(self._mode())
+        gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()
+        scored = batch.mask & ~gap.isnan()
+        gap, weights = gap.nan_to_num(nan=0.0), batch.sampler_weights
+        add_token_metric(book, "sampling/sampling_logp_difference/mean", gap, scored, slots, num_slots)
+        add_token_metric(book, "sampling/importance_sampling_ratio/mean", weights, batch.mask, slots, num_slots)
+        chosen = (batch.mask.any(1, keepdim=True) if weights.size(1) == 1 else batch.mask).expand(weights.shape)
+        nothing = torch.full((num_slots,), torch.inf, device=weights.device)
+        for name, how, values, where in (
+            ("sampling/sampling_logp_difference/max", "max", gap, scored),
+            ("sampling/importance_sampling_ratio/min", "min", weights, chosen),
+            ("sampling/importance_sampling_ratio/max", "max", weights, chosen),
+        ):
+            worst = nothing if how == "min" else -nothing
+            found = values[where]
+            book.add_extreme(
+                name, how, worst if found.numel() == 0 else worst.fill_(found.amin() if how == "min" else found.amax())
+            )
+
+    def record_skipped(self, batch: TokenBatch, tokens: Tensor, rows: Tensor) -> None:
+        """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
+
+        ``tokens`` and ``rows`` are ``[K]``: loss tokens and rows left out of each micro-batch.
+        """
+        assert self.algorithm.objective is not None
+        book = self.metric_book(self._mode())
+        for name, value in self.algorithm.objective.diagnostics(batch).items():
+            book.add(name, torch.zeros_like(tokens), rows if value.size(1) == 1 else tokens)
+            if name in EXTREMES:
+                extreme, how = EXTREMES[name]
+                worst = torch.inf if how == "min" else -torch.inf
+                book.add_extreme(extreme, how, torch.where(rows > 0, 0.0, worst))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = self._mode()
+        for name, value in self._books[mode].read().items():
+            self._metrics[mode][name] = [value]
+        super().log(logs, start_time)
+
+    def say(self, message: str, key: str | None = None) -> None:
+        """Log ``message`` once (per ``key``), on the main process only."""
+        said: set[str] = self.__dict__.setdefault("_said", set())
+        if (key or message) not in said and self.accelerator.is_main_process:
+            said.add(key or message)
+            logger.warning(message) if key == "truncated" else logger.info(message)
+
+    def _prove(self) -> None:
+        if self.algorithm.objective is None:
+            self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}")
+        else:
+            self.say(prove_loss(self.token_loss, self.algorithm.objective))
+
+
+def _loss_mask(inputs: dict[str, Any]) -> Tensor:
+    mask: Tensor = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask

@@ -1,0 +1,155 @@
+"""Start-up proof: the loss in force is the one that was configured.
+
+Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook, its
+aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
+denominator or an option that stopped having an effect shows here, not after a day.
+
+The same toy batch answers two questions about parts that a team brings: does the loss vanish where the advantage is 0
+(else no row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.objectives import AGGREGATIONS, Clipped, DetachedWeight, Objective, Reinforce, Unclipped, log_ratio
+
+TokenLoss = Callable[[TokenBatch], Tensor]
+_DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
+
+
+def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75, 0.5)) -> TokenBatch:
+    """Three rows of up to four tokens in float64, ratios on both sides of every clip. Touches no random state."""
+    logps = torch.tensor(
+        [[-0.3, -1.2, -0.7, -2.0], [-0.9, -0.1, -1.5, 0.0], [-0.4, -2.2, 0.0, 0.0]],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
+    step = torch.tensor([[0.05, -0.6, 0.4, 0.0], [-0.5, 0.02, 0.7, 0.0], [0.3, -0.01, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    old = (logps - step).detach()
+    return TokenBatch(
+        logps=logps,
+        old_logps=old,
+        log_ratio=log_ratio(objective.ratio, logps, old, mask),
+        advantages=torch.tensor(advantages, dtype=torch.float64).unsqueeze(1),
+        mask=mask,
+        ref_logps=(logps + 0.2 * torch.cos(3 * step)).detach(),
+        entropies=torch.full_like(old, 0.5),
+    )
+
+
+def prove_loss(token_loss: TokenLoss, objective: Objective) -> str:
+    """Compare the loss in force with the written-out formula. Returns a sentence for the log.
+
+    Raises:
+        RuntimeError: the values differ, or the loss is not finite. Parts that a team brought have no formula here; then
+            only finiteness and a gradient are checked, and the sentence says so.
+    """
+    batch = toy_batch(objective)
+    found = objective.aggregate(token_loss(batch), batch.mask, _DENOMINATORS)
+    (gradient,) = torch.autograd.grad(found, batch.logps)
+    if not (found.isfinite() and gradient.isfinite().all()):
+        raise RuntimeError(f"the loss of objective {objective.name!r} is not finite on the toy batch: {found.item()}")
+    if gradient.abs().sum() == 0:
+        raise RuntimeError(
+            f"the loss of objective {objective.name!r} has no gradient on the toy batch: nothing would train"
+        )
+    expected = literal_loss(objective, batch)
+    if expected is None:
+        return (
+            f"objective {objective.name!r} has parts of its own: finite and with a gradient, not compared to a formula"
+        )
+    if not math.isclose(found.item(), expected, rel_tol=1e-12, abs_tol=1e-12):
+        raise RuntimeError(
+            f"the loss in force is not the configured objective {objective.name!r}: on the toy batch it gives "
+            f"{found.item():.12g}, the formula gives {expected:.12g}"
+        )
+    return f"objective {objective.name!r} proved on a toy batch (loss {expected:.6g}, difference below 1e-12)"
+
+
+def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
+    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient."""
+    batch = toy_batch(objective, advantages=(0.0, 0.0, 0.0))
+    loss = token_loss(batch)
+    if not loss.requires_grad:
+        return bool((loss == 0).all())
+    (gradient,) = torch.autograd.grad(loss.sum(), batch.logps)
+    return bool((loss == 0).all() and (gradient == 0).all())
+
+
+def is_sum_over_rows(objective: Objective) -> bool:
+    """Whether aggregating all rows equals the sum of aggregating each row, denominators fixed."""
+    batch = toy_batch(objective)
+    loss = batch.logps.detach().square()
+    together = objective.aggregate(loss, batch.mask, _DENOMINATORS)
+    apart = sum(objective.aggregate(loss[i : i + 1], batch.mask[i : i + 1], _DENOMINATORS) for i in range(3))
+    return math.isclose(float(together), float(apart), rel_tol=1e-12)
+
+
+def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
+    """The formula over single floats, by loops; ``None`` for a surrogate or aggregation that is not ours."""
+    names = {function: name for name, function in AGGREGATIONS.items()}
+    if (
+        type(objective.surrogate) not in (Clipped, DetachedWeight, Reinforce, Unclipped)
+        or objective.aggregate not in names
+    ):
+        return None
+    rows = []
+    for i in range(batch.mask.size(0)):
+        tokens = [t for t in range(batch.mask.size(1)) if batch.mask[i, t]]
+        logp = [batch.logps[i, t].item() for t in tokens]
+        old = [batch.old_logps[i, t].item() for t in tokens]
+        assert batch.ref_logps is not None
+        ref = [batch.ref_logps[i, t].item() for t in tokens]
+        rows.append(_literal_row(objective, logp, old, ref, batch.advantages[i, 0].item()))
+    return _literal_mean(names[objective.aggregate], rows)
+
+
+def _literal_row(
+    objective: Objective, logp: list[float], old: list[float], ref: list[float], advantage: float
+) -> list[float]:
+    steps = [new - was for new, was in zip(logp, old, strict=True)]
+    if objective.ratio == "sequence":
+        steps = [sum(steps) / len(steps)] * len(steps)
+    losses = []
+    for t, step in enumerate(steps):
+        ratio = math.exp(step)
+        loss = _literal_surrogate(objective.surrogate, ratio, advantage, logp[t])
+        kl = objective.kl_in_loss
+        if kl is not None:
+            x = ref[t] - logp[t]
+            value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
+            loss += kl.coefficient * value * (ratio if kl.ratio_weighted else 1.0)
+        losses.append(loss)
+    return losses
+
+
+def _literal_surrogate(surrogate: object, ratio: float, advantage: float, logp: float) -> float:
+    if isinstance(surrogate, Reinforce):
+        return -advantage * logp
+    if isinstance(surrogate, Unclipped):
+        return -ratio * advantage
+    if isinstance(surrogate, DetachedWeight):
+        return -min(ratio, surrogate.bound) * advantage * logp
+    assert isinstance(surrogate, Clipped)
+    clipped = min(max(ratio, 1 - surrogate.epsilon_low), 1 + surrogate.high)
+    bounded = ratio if surrogate.delta is None else min(ratio, surrogate.delta)
+    return -min(bounded * advantage, clipped * advantage)
+
+
+def _literal_mean(name: str, rows: list[list[float]]) -> float:
+    d = _DENOMINATORS
+    total, count = sum(sum(row) for row in rows), sum(len(row) for row in rows)
+    if name == "sequence_mean":
+        return sum(sum(row) / len(row) for row in rows) / d.rows
+    if name == "token_mean":
+        return total / float(d.tokens)
+    if name == "local_token_mean":
+        return total / count / d.micro_batches
+    return total / (d.rows * d.budget)

@@ -1,0 +1,146 @@
+"""The rows of one optimizer step as one table, and bins cut from it.
+
+TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
+Here they become a table with one row per completion; a bin is some rows of it, each written contiguously (prompt directly
+followed by completion) and padded on the right to the longest row *of the bin*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
+
+    ``fields`` are the table's per-row tensors cut to the bin, per-token ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for
+    each completion token, its log-prob among the ``L - 1`` of the forward.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    take: Tensor
+    loss_mask: Tensor
+    fields: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """``N`` rows: prompts left-padded to P, completions right-padded to T, and what belongs to each row.
+
+    ``offset`` is the position index that TRL's padding gives the first prompt token of the row (TRL feeds no position
+    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers.
+    """
+
+    fields: dict[str, Tensor]
+    offset: Tensor
+
+    @staticmethod
+    def of(window: list[dict[str, Any]]) -> RowTable:
+        """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
+        rows = [_row_fields(batch) for batch in window]
+        names = set.intersection(*(set(row) for row in rows))
+        offset = torch.cat([row["prompt_ids"].size(1) - row["prompt_mask"].sum(1) for row in rows])
+        widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
+        fields = {
+            name: torch.cat([_widen(row[name], widths.get(name), left=name.startswith("prompt_")) for row in rows])
+            for name in sorted(names)
+        }
+        return RowTable(fields, offset)
+
+    def gathered(self, accelerator: Any) -> RowTable:
+        """The rows of all ranks, in rank order; the same on every rank."""
+        if accelerator.num_processes == 1:
+            return self
+        fields = {}
+        for name, value in self.fields.items():
+            if value.dim() > 1:
+                value = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt_"))
+            fields[name] = accelerator.gather(value.contiguous())
+        return RowTable(fields, accelerator.gather(self.offset))
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        return self.fields["prompt_mask"].sum(1)
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        return self.fields["completion_mask"].sum(1)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool ``[N, T]``: tokens that carry loss (completion tokens that the policy itself made)."""
+        mask = self.fields["completion_mask"].bool()
+        return mask & self.fields["tool_mask"].bool() if "tool_mask" in self.fields else mask
+
+    @property
+    def advantages(self) -> Tensor:
+        """``[N, 1]`` or ``[N, T]``."""
+        advantages = self.fields["advantages"]
+        return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+    def bin(self, rows: list[int]) -> Bin:
+        """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step."""
+        index = torch.tensor(rows or [0], device=self.offset.device)
+        prompt, completion = self.prompt_lengths[index], self.completion_lengths[index]
+        start = self.fields["prompt_ids"].size(1) - prompt
+        if not rows:
+            start, prompt, completion = start + prompt - 1, torch.ones_like(prompt), torch.ones_like(completion)
+        length = int((prompt + completion).max())
+        width = max(int(completion.max()), 1)
+        sequence = torch.cat([self.fields["prompt_ids"][index], self.fields["completion_ids"][index]], dim=1)
+        steps = torch.arange(length, device=index.device)
+        real = steps < (prompt + completion).unsqueeze(1)
+        picked = (start.unsqueeze(1) + steps).clamp(max=sequence.size(1) - 1)
+        input_ids = sequence.gather(1, picked)
+        fields = {
+            name: value[index] for name, value in self.fields.items() if name not in ("prompt_ids", "prompt_mask")
+        }
+        fields = {name: value[:, :width] if self._is_per_token(name) else value for name, value in fields.items()}
+        loss_mask = self.loss_mask[index, :width]
+        return Bin(
+            input_ids=input_ids,
+            attention_mask=real.long(),
+            labels=input_ids.masked_fill(~real | (steps < prompt.unsqueeze(1)), -100),
+            position_ids=(
+                self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])
+            ).unsqueeze(1)
+            + steps,
+            take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),
+            loss_mask=loss_mask if rows else torch.zeros_like(loss_mask),
+            fields=fields,
+        )
+
+    def _is_per_token(self, name: str) -> bool:
+        value = self.fields[name]
+        return name in COMPLETION_FIELDS or (value.dim() > 1 and value.size(1) == self.fields["completion_ids"].size(1))
+
+
+def _row_fields(batch: dict[str, Any]) -> dict[str, Tensor]:
+    rows = batch["prompt_ids"].size(0)
+    return {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows
+    }
+
+
+def _widen(value: Tensor, width: int | None, left: bool) -> Tensor:
+    if width is None or value.size(1) == width:
+        return value
+    missing = width - value.size(1)
+    edges = (missing, 0) if left else (0, missing)
+    return pad(value, (0, 0) * (value.dim() - 2) + edges)
+
+
+__all__ = ["Bin", "RowTable"]

@@ -1,0 +1,205 @@
+"""Everything private of TRL (and of the Trainer below it) that this room relies on, in one place.
+
+``tests/contract/test_trl_bridge.py`` pins each name, signature and behaviour listed here. When TRL moves, this file and
+that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUPPORTED_TRL = "1.16."
+
+_found = version("trl")
+if not _found.startswith(SUPPORTED_TRL):
+    raise ImportError(
+        f"grpo_lab was tested with trl {SUPPORTED_TRL}* and found trl {_found}: its trainer overrides private methods that "
+        f"may have moved. Install a matching one: pip install 'trl=={SUPPORTED_TRL}*'"
+    )
+
+#: Methods of ``trl.GRPOTrainer`` that we override or call, with their parameters as of 1.16.
+METHODS: dict[str, tuple[str, ...]] = {
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_generate_single_turn": (
+        "self",
+        "prompt_ids",
+        "images",
+        "multimodal_fields",
+        "num_generations",
+        "has_tool_images",
+    ),
+    "log": ("self", "logs", "start_time"),
+}
+
+#: Attributes that exist on a constructed ``trl.GRPOTrainer``.
+ATTRIBUTES: tuple[str, ...] = (
+    "_metrics",
+    "_logs",
+    "_step",
+    "_buffered_inputs",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_weights",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "max_completion_length",
+    "aux_loss_enabled",
+    "eos_token_ids",
+    "_tokenizer",
+    "ref_model",
+    "beta",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+)
+
+#: Per-row tensors ``[B, T]`` of TRL's micro-batch that follow the completion.
+COMPLETION_FIELDS: tuple[str, ...] = (
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+)
+
+#: Keyword inputs of a multimodal forward, handed through to TRL untouched.
+MULTIMODAL_FIELDS: tuple[str, ...] = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+def is_multimodal(inputs: dict[str, Any]) -> bool:
+    """Whether a micro-batch carries anything besides text."""
+    return any(inputs.get(name) is not None for name in MULTIMODAL_FIELDS)
+
+
+def completion_log_probs(
+    trainer: Any,
+    model: torch.nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies ``[B, L - 1]`` of ``labels`` (−100 = not scored) by TRL's fused LM head.
+
+    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
+    left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
+    have had makes the same numbers from a differently padded row.
+    """
+    with trainer.accelerator.autocast():
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            labels=labels,
+            fused_lm_head=True,
+        )
+    return output.log_probs, output.entropy
+
+
+@contextlib.contextmanager
+def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
+    had = name in vars(obj)
+    before = getattr(obj, name)
+    setattr(obj, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(obj, name, before)
+        else:
+            delattr(obj, name)
+
+
+@contextlib.contextmanager
+def policy_forward_deferred(trainer: Any) -> Iterator[None]:
+    """Inside the block TRL's no-grad forward of the *policy* (old log-probs) is not run; it gets zeros instead.
+
+    TRL runs it before it knows the rewards, over all rows and all padding. The caller drops what TRL made of the zeros
+    and computes the real values where they are needed. Forwards of the reference model are left alone: with PEFT they
+    run through the same model object, under an adapter context, which is how they are told apart.
+    """
+    original = trainer._get_per_token_logps_and_entropies
+    calls = {"policy": 0}
+
+    @functools.wraps(original)
+    def deferred(
+        model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model is trainer.model and calls["policy"] == 0:
+            calls["policy"] += 1  # TRL asks for the policy once, and before the reference
+            return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
+        return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    with replaced(trainer, "_get_per_token_logps_and_entropies", deferred):
+        yield
+
+
+def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
+    """``(misaligned, corrected)``: why TRL would run the policy once more at generation.
+
+    ``misaligned``: completions outlive an optimizer step, so log-probs at generation differ from those in training.
+    ``corrected``: the sampler correction wants them.
+    """
+    generate_every = trainer.args.steps_per_generation * trainer.num_iterations
+    misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
+    return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+
+
+def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
+
+    DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary).
+    """
+    stack = contextlib.ExitStack()
+    state = trainer.accelerator.gradient_state
+    stack.callback(state._set_sync_gradients, state.sync_gradients)
+    state._set_sync_gradients(False)
+    if trainer.accelerator.distributed_type != "DEEPSPEED":
+        stack.enter_context(trainer.accelerator.no_sync(model=model))
+    return stack
+
+
+def forget_metrics(trainer: Any, mode: str, prefix: str) -> None:
+    """Drop what TRL has just appended under ``prefix`` (values computed from deferred zeros)."""
+    for name in [name for name in trainer._metrics[mode] if name.startswith(prefix)]:
+        trainer._metrics[mode][name].pop()
+        if not trainer._metrics[mode][name]:
+            del trainer._metrics[mode][name]
+
+
+def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
+    """Put the advantages in force where TRL keeps those of its own for the completions table."""
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(logged), advantages.size(0))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+Hook = Callable[..., Any]

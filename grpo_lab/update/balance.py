@@ -1,0 +1,211 @@
+"""Cut rows into token-budget bins and hand the bins to ranks.
+
+The cost model. A bin of `m` rows whose longest row has `l` tokens is a tensor of `m × l` positions: that is what the
+forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a collective), so a
+*round* of R bins lasts as long as its largest bin, and every round costs a fixed overhead `o` (kernel launches, parameter
+gathers), measured in tokens:
+
+    cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
+
+Contiguous cuts are enough. Take any bins, order them by their longest row, and refill the same bin sizes, in that order,
+from the rows sorted by length. All rows longer than the k-th bin's longest sat in the k-1 bins before it, so at most
+Σ_{i<k} m_i rows are longer, and the k-th bin of the refill starts with a row that is no longer than before: no bin grew.
+Hence the cheapest plan is a way to cut the sorted list, and only the cut points are searched:
+
+* one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
+* several ranks: for a given number of rounds K, the smallest footprint F for which K·R bins suffice (`even_cuts`; the
+  exact optimum for K = 1), and the K with the lowest cost (`choose_cuts`).
+
+Everything is integer arithmetic on sorted lengths: the same table gives the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# Above this many rows one rank's plan is cut evenly as well: neighbours in the sorted list are then so close in length
+# that the exact optimum has nothing left to win, and its time grows with rows × rows per bin.
+EXACT_ROWS = 4096
+EVEN_ENOUGH = 1.01  # max/mean of live tokens per rank at which swapping stops
+PAIRS_AT_ONCE = 4_000
+SWAP_WORK = 5_000_000  # pairs of rows looked at before swapping stops: a bound on time that is the same on every rank
+
+
+def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
+    """Start positions of the bins that minimise Σ (rows × longest + overhead) for one rank, exactly.
+
+    g(j) = min_c  c·l_j + o + g(j + c)   over 1 ≤ c ≤ max(1, ⌊budget / l_j⌋),   g(n) = 0.
+
+    lengths [n]: tokens, longest first, each ≥ 1. Ties go to the larger bin.
+    """
+    n = lengths.size
+    best = np.zeros(n + 1, dtype=np.int64)
+    step = np.ones(n, dtype=np.int64)
+    for j in range(n - 1, -1, -1):
+        most = min(n - j, max(1, budget // int(lengths[j])))
+        cost = np.arange(1, most + 1) * lengths[j] + best[j + 1 : j + most + 1]
+        c = most - 1 - int(cost[::-1].argmin())
+        best[j], step[j] = cost[c] + overhead, c + 1
+    starts = []
+    j = 0
+    while j < n:
+        starts.append(j)
+        j += int(step[j])
+    return np.asarray(starts, dtype=np.int64)
+
+
+def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]]:
+    """Fill bins from the longest row on, each with as many rows as `footprint` holds: runs of (start, rows, bins).
+
+    The rows per bin, ⌊footprint / longest⌋, can only grow along the sorted list; the walk jumps from one value of it to
+    the next, so its time grows with √n and not with the number of bins. `negated` are the lengths × −1, ascending.
+    """
+    runs = []
+    position = 0
+    while position < len(negated):
+        rows = max(1, footprint // -negated[position])
+        end = bisect_left(negated, -(footprint // (rows + 1)), lo=position)  # first row of which one more would fit
+        bins = -(-(end - position) // rows)
+        runs.append((position, rows, bins))
+        position += bins * rows
+    return runs
+
+
+def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
+    """Starts of at most `bins` bins with the smallest possible largest footprint ≤ budget; None if they do not suffice.
+
+    Bisection on the footprint: the number of bins that the greedy walk needs falls as the footprint grows. A row longer
+    than the footprint stands alone.
+    """
+
+    def needed(footprint: int) -> int:
+        return sum(count for _, _, count in greedy_runs(negated, footprint))
+
+    if needed(budget) > bins:
+        return None
+    low, high = min(budget, max(1, -(-total // bins))), budget
+    while low < high:
+        middle = (low + high) // 2
+        if needed(middle) <= bins:
+            high = middle
+        else:
+            low = middle + 1
+    parts = [np.arange(count, dtype=np.int64) * rows + start for start, rows, count in greedy_runs(negated, low)]
+    return np.concatenate(parts)
+
+
+def footprints(lengths: Ints, starts: Ints) -> Ints:
+    """Rows × longest of each bin, in tokens."""
+    return np.diff(np.append(starts, lengths.size)) * lengths[starts]
+
+
+def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
+    """Σ over rounds of (largest footprint + overhead) when bins of like size run together."""
+    largest = np.sort(sizes)[::-1][::num_ranks]
+    return int(largest.sum()) + overhead * largest.size
+
+
+def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
+    """Starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
+
+    With several ranks the number of rounds K runs upward from the fewest that the budget allows. It stops when even a
+    plan without any padding would cost more than the best one, or after four values of K without a gain.
+    """
+    if num_ranks == 1 and lengths.size <= EXACT_ROWS:
+        return cheapest_cuts(lengths, budget, overhead)
+    negated: list[int] = (-lengths).tolist()
+    total = int(lengths.sum())
+    fewest = -(-sum(count for _, _, count in greedy_runs(negated, budget)) // num_ranks)
+    best: Ints | None = None
+    best_cost, misses, rounds = 0, 0, fewest
+    while best is None or (misses < 4 and -(-total // num_ranks) + overhead * rounds < best_cost):
+        starts = even_cuts(negated, total, rounds * num_ranks, budget)
+        assert starts is not None  # `fewest` rounds suffice, and so do more
+        cost = rounds_cost(footprints(lengths, starts), num_ranks, overhead)
+        if best is None or cost < best_cost:
+            best, best_cost, misses = starts, cost, 0
+        else:
+            misses += 1
+        rounds += max(1, rounds // 16)
+    return best
+
+
+def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints]:
+    """Round and rank of every bin: (rounds [b], ranks [b]).
+
+    Bins of like footprint share a round, the largest first (the memory peak comes at once, not late). Within a round the
+    rank with the fewest live tokens so far gets the bin with the most.
+    """
+    sizes = footprints(lengths, starts)
+    live = np.add.reduceat(lengths, starts)
+    order = np.argsort(-sizes, kind="stable")
+    rounds = np.empty(starts.size, dtype=np.int64)
+    ranks = np.empty(starts.size, dtype=np.int64)
+    load = np.zeros(num_ranks, dtype=np.int64)
+    for k, first in enumerate(range(0, starts.size, num_ranks)):
+        together = order[first : first + num_ranks]
+        together = together[np.argsort(-live[together], kind="stable")]
+        lightest = np.argsort(load, kind="stable")[: together.size]
+        rounds[together], ranks[together] = k, lightest
+        load[lightest] += live[together]
+    return rounds, ranks
+
+
+def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int, budget: int) -> Ints:
+    """Swap rows between ranks until live tokens are even; returns the new bin of every row [n].
+
+    A bin that is smaller than the largest of its round idles at the end of it. A longer row swapped into it uses that
+    time, and takes live tokens off a heavier rank: no round gets longer, no bin passes the budget, no bin's number of
+    rows changes. Each swap is the one that leaves the heavier of the two ranks lightest; the search goes through the
+    lighter ranks in ascending order and stops when the heaviest rank cannot be helped.
+    """
+    bin_of = bin_of.copy()
+    counts = np.bincount(bin_of, minlength=rounds.size)
+    longest = np.zeros(rounds.size, dtype=np.int64)
+    np.maximum.at(longest, bin_of, lengths)
+    largest = np.zeros(int(rounds.max()) + 1, dtype=np.int64)
+    np.maximum.at(largest, rounds, counts * longest)
+    limit = np.maximum(np.minimum(largest[rounds], budget) // counts, longest)  # [b] longest row that a bin may take
+    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
+    rows_of = [np.flatnonzero(ranks[bin_of] == r) for r in range(num_ranks)]  # rows per rank: swaps keep their number
+    work = 0
+    while load.max() * num_ranks > EVEN_ENOUGH * load.sum() and work < SWAP_WORK:
+        heavy = int(load.argmax())
+        swap, looked = _best_swap(heavy, load, rows_of, lengths, limit[bin_of])
+        work += looked
+        if swap is None:
+            break
+        (give, take), light = swap, int(ranks[bin_of[swap[1]]])
+        bin_of[give], bin_of[take] = bin_of[take], bin_of[give]
+        load[heavy] -= lengths[give] - lengths[take]
+        load[light] += lengths[give] - lengths[take]
+        rows_of[heavy] = np.sort(np.where(rows_of[heavy] == give, take, rows_of[heavy]))
+        rows_of[light] = np.sort(np.where(rows_of[light] == take, give, rows_of[light]))
+    return bin_of
+
+
+def _best_swap(
+    heavy: int, load: Ints, rows_of: list[Ints], lengths: Ints, limit: Ints
+) -> tuple[tuple[int, int] | None, int]:
+    """((row of the heavy rank, row of a lighter one), pairs looked at), or (None, …) where no swap helps."""
+    mine = rows_of[heavy]
+    looked = 0
+    light_first = [int(r) for r in np.argsort(load, kind="stable") if r != heavy and rows_of[r].size]
+    some = max(1, PAIRS_AT_ONCE * len(light_first) // max(1, mine.size * limit.size))  # ranks to look at together
+    for first in range(0, len(light_first), some):
+        block = light_first[first : first + some]
+        theirs = np.concatenate([rows_of[r] for r in block])
+        their_load = np.repeat(load[block], [rows_of[r].size for r in block])
+        looked += mine.size * theirs.size
+        moved = lengths[mine][:, None] - lengths[theirs][None, :]
+        allowed = (moved > 0) & (lengths[mine][:, None] <= limit[theirs][None, :])
+        after = np.where(allowed, np.maximum(load[heavy] - moved, their_load[None, :] + moved), load[heavy])
+        at = int(after.argmin())
+        if after.flat[at] < load[heavy]:
+            return (int(mine[at // theirs.size]), int(theirs[at % theirs.size])), looked
+    return None, looked

@@ -1,0 +1,200 @@
+"""The plan of one optimizer step: which row is computed on which rank, in which micro-batch.
+
+Within one optimizer step the order of rows, the rank that computes a row and the micro-batch it sits in do not change
+the sum of the rows' losses, as long as the denominators were counted beforehand over all rows (see `live.py` for when
+that holds). So rows that contribute nothing are left out, the rest moves to where there is room, and every micro-batch
+("bin") is only as wide as its own longest row.
+
+Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs
+m × (its longest prompt + completion) tokens. The arithmetic that finds the bins stands in `balance.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from grpo_lab.update.balance import assign_bins, choose_cuts, even_out
+
+DEFAULT_OVERHEAD_TOKENS = 64
+
+Numbers = torch.Tensor | NDArray[np.generic] | Sequence[int] | Sequence[bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All rows of one optimizer step over all ranks; every rank holds the identical table.
+
+    prompt_lengths, completion_lengths [N]: tokens without padding, ≥ 0. live [N]: bool, see `live_rows`.
+    Tensors, arrays and lists are taken; they are kept as numpy arrays.
+    """
+
+    prompt_lengths: Numbers
+    completion_lengths: Numbers
+    live: Numbers
+
+    def __post_init__(self) -> None:
+        prompt = _integers("prompt_lengths", self.prompt_lengths)
+        completion = _integers("completion_lengths", self.completion_lengths)
+        live = _array(self.live)
+        if live.ndim == 1 and live.size == 0:
+            live = live.astype(bool)
+        if live.dtype != np.bool_ or live.ndim != 1:
+            raise ValueError(f"Rows.live must be a list of bool, one per row; got {live.dtype} of shape {live.shape}.")
+        if not prompt.size == completion.size == live.size:
+            raise ValueError(
+                "Rows needs one prompt length, one completion length and one live flag per row; got "
+                f"{prompt.size}, {completion.size} and {live.size}."
+            )
+        if bool((live & (prompt + completion == 0)).any()):
+            raise ValueError(
+                f"Row {int(np.flatnonzero(live & (prompt + completion == 0))[0])} is live but has no token."
+            )
+        object.__setattr__(self, "prompt_lengths", prompt)
+        object.__setattr__(self, "completion_lengths", completion)
+        object.__setattr__(self, "live", live)
+
+    def __len__(self) -> int:
+        return int(np.size(self.live))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`bins[rank][k]`: the table's row indices that `rank` computes in its k-th micro-batch, longest row first.
+
+    Every rank has the same number of bins (≥ 1). An empty bin means: run one dummy row with weight zero, so that every
+    rank makes the same forwards, backwards and collectives.
+
+    tokens_live: tokens of the live rows (prompt + completion). tokens_computed: Σ rows × longest over all bins of all
+    ranks (dummy rows not counted). step_tokens: Σ_k max over ranks of the k-th bins' tokens, what the step waits for.
+    live_per_rank, computed_per_rank [R]: the same, a rank.
+    """
+
+    bins: list[list[list[int]]]
+    tokens_live: int
+    tokens_computed: int
+    step_tokens: int
+    live_per_rank: tuple[int, ...]
+    computed_per_rank: tuple[int, ...]
+
+    @property
+    def num_bins(self) -> int:
+        """Micro-batches of every rank."""
+        return len(self.bins[0])
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the computed tokens that is padding; 0 where nothing is computed."""
+        return 1.0 - self.tokens_live / self.tokens_computed if self.tokens_computed else 0.0
+
+    @property
+    def max_over_mean(self) -> float:
+        """Live tokens of the fullest rank over the mean of all ranks; 1 where nothing is live."""
+        return _max_over_mean(self.live_per_rank)
+
+    @property
+    def computed_max_over_mean(self) -> float:
+        """The same for computed tokens, padding included."""
+        return _max_over_mean(self.computed_per_rank)
+
+
+def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_completion: int) -> int:
+    """Tokens of the stock micro-batch: rows × (longest prompt + longest completion), both over the generation batch.
+
+    With this budget no bin is a larger tensor than the micro-batch it replaces, so memory does not rise.
+    """
+    for name, value, least in (
+        ("micro_batch_size", micro_batch_size, 1),
+        ("longest_prompt", longest_prompt, 0),
+        ("longest_completion", longest_completion, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be ≥ {least}; got {value}.")
+    return max(1, micro_batch_size * (longest_prompt + longest_completion))
+
+
+def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS) -> Plan:
+    """Distribute the live rows over ranks and bins.
+
+    Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer than
+    max_tokens has a bin by itself; the same number of bins (≥ 1) on every rank; the same table gives the same plan, and
+    a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
+
+    max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, expressed in tokens;
+    larger gives fewer, wider bins.
+    """
+    for name, value, least in (
+        ("num_ranks", num_ranks, 1),
+        ("max_tokens", max_tokens, 1),
+        ("overhead_tokens", overhead_tokens, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}.")
+    table, lengths = _longest_first(rows)
+    if not table.size:
+        return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks)
+    starts = choose_cuts(lengths, num_ranks, max_tokens, overhead_tokens)
+    rounds, ranks = assign_bins(lengths, starts, num_ranks)
+    bin_of = np.repeat(np.arange(starts.size), np.diff(np.append(starts, lengths.size)))
+    bin_of = even_out(lengths, bin_of, rounds, ranks, num_ranks, max_tokens)
+    return _lay_out(table, lengths, bin_of, rounds, ranks, num_ranks)
+
+
+def _longest_first(rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(table indices, total lengths) of the live rows, sorted by total, then completion length, then index."""
+    table = np.flatnonzero(rows.live)
+    completion = np.asarray(rows.completion_lengths)[table]
+    total = np.asarray(rows.prompt_lengths)[table] + completion
+    order = np.lexsort((table, -completion, -total))
+    return table[order], total[order]
+
+
+def _lay_out(
+    table: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    bin_of: NDArray[np.int64],
+    rounds: NDArray[np.int64],
+    ranks: NDArray[np.int64],
+    num_ranks: int,
+) -> Plan:
+    counts = np.bincount(bin_of, minlength=rounds.size)
+    longest = np.zeros(rounds.size, dtype=np.int64)
+    np.maximum.at(longest, bin_of, lengths)
+    tokens = np.zeros((num_ranks, int(rounds.max()) + 1), dtype=np.int64)
+    tokens[ranks, rounds] = counts * longest
+    live = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(live, ranks[bin_of], lengths)
+    bins: list[list[list[int]]] = [[[] for _ in range(tokens.shape[1])] for _ in range(num_ranks)]
+    by_bin = table[np.argsort(bin_of, kind="stable")]  # stable: within a bin the longest row stays first
+    for b, members in enumerate(np.split(by_bin, np.cumsum(counts)[:-1])):
+        bins[int(ranks[b])][int(rounds[b])] = members.tolist()
+    return Plan(
+        bins=bins,
+        tokens_live=int(lengths.sum()),
+        tokens_computed=int(tokens.sum()),
+        step_tokens=int(tokens.max(axis=0).sum()),
+        live_per_rank=tuple(live.tolist()),
+        computed_per_rank=tuple(tokens.sum(axis=1).tolist()),
+    )
+
+
+def _max_over_mean(per_rank: tuple[int, ...]) -> float:
+    total = sum(per_rank)
+    return max(per_rank) * len(per_rank) / total if total else 1.0
+
+
+def _array(values: Numbers) -> NDArray[np.generic]:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _integers(name: str, values: Numbers) -> NDArray[np.int64]:
+    array = _array(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
+    if array.size and int(array.min()) < 0:
+        raise ValueError(f"Rows.{name} must be ≥ 0 tokens; got {int(array.min())} in row {int(array.argmin())}.")
+    return array.astype(np.int64)

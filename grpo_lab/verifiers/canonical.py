@@ -1,0 +1,243 @@
+r"""One spelling for an answer: unicode to LaTeX, wrappers, currency, separators and units off. Linear in its length.
+
+    "**$\boxed{1{,}234}$.**" -> "1,234"        "−3½ kg" -> "-3\frac{1}{2}"        "\text{Evelyn}." -> "\text{Evelyn}"
+
+Nothing is evaluated here, and two answers that mean different things keep different spellings.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+
+_TRANSLATION = str.maketrans(
+    {
+        **dict.fromkeys("−–—‒―﹣－˗", "-"),
+        **dict.fromkeys("\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u3000", " "),
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u061c", ""),
+        **dict.fromkeys("“”„‟", '"'),
+        **dict.fromkeys("‘’‚‛′", "'"),
+        "×": r"\times ",
+        "⋅": r"\cdot ",
+        "·": r"\cdot ",
+        "∙": r"\cdot ",
+        "÷": "/",
+        "⁄": "/",
+        "∕": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "≤": r"\leq ",
+        "≥": r"\geq ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "±": r"\pm ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+        "°": r"^\circ ",
+        "√": r"\sqrt",
+        "θ": r"\theta ",
+        "α": r"\alpha ",
+        "β": r"\beta ",
+        "٪": "%",
+        "٫": ".",
+        "٬": ",",
+        "。": ".",
+        "、": ",",
+        "¼": r"\frac{1}{4}",
+        "½": r"\frac{1}{2}",
+        "¾": r"\frac{3}{4}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "⅕": r"\frac{1}{5}",
+        "⅖": r"\frac{2}{5}",
+        "⅗": r"\frac{3}{5}",
+        "⅘": r"\frac{4}{5}",
+        "⅙": r"\frac{1}{6}",
+        "⅚": r"\frac{5}{6}",
+        "⅛": r"\frac{1}{8}",
+        "⅜": r"\frac{3}{8}",
+        "⅝": r"\frac{5}{8}",
+        "⅞": r"\frac{7}{8}",
+        **{superscript: f"^{digit}" for digit, superscript in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    }
+)
+CURRENCY = "$€£¥₹₽₩₫฿₺₦₱₴"
+_SQRT_OF_DIGITS = re.compile(r"\\sqrt\s*(\d+)(?![\d}])")
+_SQRT_OF_PARENS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_BOX_HEAD = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+_TEXT_HEAD = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|hbox|bf|rm)\s*\{")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_WRAPPING = (("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"), ('"', '"'), ("'", "'"), ("``", "``"))
+_THOUSANDS_SPACE = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_NEGATIVE_SPACE = re.compile(r"(?<=\d),?\\!\s*,?\s*(?=\d{3}(?!\d))|(?<=\d)\\[,;:](?=\d{3}(?!\d))")
+_SIGNED_CURRENCY = re.compile(rf"([+-]?)\s*(?:US|USD|Rs\.?)?\s*(?:\\\$|[{re.escape(CURRENCY)}])\s*(?=[-+.\d\\])")
+_MIXED = re.compile(r"([+-]?\d+)\s+(\d+)\s*/\s*(\d+)")
+_LEADING_ZERO_COMMA = re.compile(r"[+-]?0,\d+")
+_NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+_NUMBER_THEN_UNIT = re.compile(rf"({_NUMBER}(?<=\d))\s*\\?([^\W\d_]{{1,12}})((?:\^\{{?\d\}}?)?)")
+_NUMBER_THEN_TEXT = re.compile(
+    rf"({_NUMBER}(?<=\d))\s*\\(?:text|mbox|mathrm|textrm|textbf|textnormal)\s*\{{([^{{}}\d]*)\}}((?:\^\{{?\d\}}?)?)"
+)
+_PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent|percentage|pct|per cent)\.?", re.IGNORECASE)
+_NUMBER_THEN_WORDS = re.compile(
+    rf"({_NUMBER}(?<=\d)(?:/\d+)?) ([^\W\d_]{{1,20}}(?: [^\W\d_]{{1,20}}){{0,5}})(?:\^\{{?\d\}}?)?"
+)
+UNITS_WORDS = (
+    "m cm mm km g kg mg s h hr hrs min mins sec secs L l ml mL ft in lb lbs oz mph kmh kph usd eur dollars dollar "
+    "cents cent euros pounds degrees degree deg circ units unit hours hour minutes minute seconds second days day weeks week "
+    "months month years year meters meter metres miles mile feet foot inches inch"
+)
+UNITS = frozenset(UNITS_WORDS.split())
+# math-verify reads `\cos 2t` as cos(2) and `\sin t` not at all: give it the parentheses.
+_FUNCTION_OF = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln))\s*(?:\^\s*(?:\{(\d+)\}|(\d)))?\s*(\d*\s?(?:\\theta|\\alpha|\\beta|\\pi|[a-zA-Z]))(?![a-zA-Z({_^])"
+)
+_PEEL_LIMIT = 12
+
+
+def _unicode_to_latex(text: str) -> str:
+    if text.isascii():
+        return text
+    text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text).translate(_TRANSLATION)
+    text = "".join(str(unicodedata.digit(c)) if not c.isascii() and c.isdecimal() else c for c in text)
+    return _SQRT_OF_PARENS.sub(r"\\sqrt{\1}", _SQRT_OF_DIGITS.sub(r"\\sqrt{\1}", text))
+
+
+def group_end(text: str, open_brace: int) -> int:
+    """Index just past the `}` that closes the `{` at `open_brace`; -1 where nothing closes it. `\\{` does not count."""
+    depth = 0
+    i = open_brace
+    while i < len(text):
+        c = text[i]
+        if c == "\\":
+            i += 2
+            continue
+        depth += (c == "{") - (c == "}")
+        i += 1
+        if depth == 0:
+            return i
+    return -1
+
+
+def _whole_group(text: str, head: re.Pattern[str]) -> str | None:
+    """The inside of `\\command{...}` when that is all of the text."""
+    match = head.match(text)
+    if match and text.endswith("}") and group_end(text, match.end() - 1) == len(text):
+        return text[match.end() : -1]
+    return None
+
+
+def _peel_once(text: str) -> str:
+    text = text.strip()
+    while text.endswith("\\") and not text.endswith("\\\\"):
+        text = text[:-1].rstrip()  # a lone backslash at the end, the rest of a cut command
+    text = text.rstrip(".,;:") if not text.endswith(("\\,", "\\;", "\\:")) else text[:-2]
+    for left, right in _DELIMITERS + _WRAPPING:
+        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+            inside = text[len(left) : len(text) - len(right)]
+            if right not in inside:
+                return inside
+    boxed = _whole_group(text, _BOX_HEAD)
+    if boxed is not None:
+        return boxed
+    words = _whole_group(text, _TEXT_HEAD)
+    if words is not None and re.match(r"\s*[-+$\\]*\.?\d", words) and not re.search(r"[^\W\d_]", words):
+        return words  # \text{18}: a number in upright letters
+    if text.startswith("[") and text.endswith("]") and not any(c in text[1:-1] for c in "[],;"):
+        return text[1:-1]  # [18]: an answer in brackets, not a list or an interval
+    if text.startswith(r"\displaystyle"):
+        return text[len(r"\displaystyle") :]
+    return text
+
+
+def _with_parentheses(function: re.Match[str]) -> str:
+    name, braced_power, power, argument = function.groups()
+    exponent = f"^{{{braced_power or power}}}" if braced_power or power else ""
+    return f"{name}{exponent}({argument.strip()})"
+
+
+def _without_unit(text: str) -> str:
+    """`18 km^2`, `18\\text{ cents}` -> `18`; `28 percent` -> `28\\%`."""
+    for pattern in (_NUMBER_THEN_TEXT, _NUMBER_THEN_UNIT):
+        match = pattern.fullmatch(text)
+        if match:
+            number, unit, _ = match.groups()
+            if _PERCENT_WORD.fullmatch(unit):
+                return number + r"\%"
+            if pattern is _NUMBER_THEN_TEXT or unit in UNITS or unit.lower() in UNITS:
+                return number
+    counted = _NUMBER_THEN_WORDS.fullmatch(text)
+    if counted and all(_is_unit_word(word) for word in counted[2].split()):
+        return counted[1]
+    return text
+
+
+def _is_unit_word(word: str) -> bool:
+    return word in UNITS or (len(word) >= 3 and word.lower() not in _FUNCTIONS)
+
+
+@lru_cache(maxsize=4096)
+def canonical(text: str) -> str:
+    """The canonical spelling described at the top of this module."""
+    text = _unicode_to_latex(text)
+    for _ in range(_PEEL_LIMIT):
+        peeled = _peel_once(text)
+        if peeled == text:
+            break
+        text = peeled
+    text = " ".join(text.split())
+    text = _NEGATIVE_SPACE.sub("", text.replace("{,}", ","))
+    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
+    text = _FUNCTION_OF.sub(_with_parentheses, text)
+    text = re.sub(r"(?<!\\)%", r"\\%", text)
+    text = _SIGNED_CURRENCY.sub(r"\1", text) if _SIGNED_CURRENCY.match(text) else text
+    text = text.rstrip(CURRENCY.replace("$", "")).rstrip() if text[-1:] in CURRENCY[1:] else text
+    text = re.sub(r"^([+-]?\d[\d,.]*)\s*\\?\$$", r"\1", text)
+    if _THOUSANDS_SPACE.fullmatch(text):
+        text = text.replace(" ", "")
+    if _LEADING_ZERO_COMMA.fullmatch(text):
+        text = text.replace(",", ".")
+    mixed = _MIXED.fullmatch(text)
+    if mixed:
+        return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    text = re.sub(r"(?<=[\d}])\s*(?:percent|pct|per cent)$", r"\\%", text)
+    return _without_unit(text)
+
+
+_GROUP_OF_TEXT = re.compile(_TEXT_HEAD.pattern + r"[^{}]*\}")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]+")
+_FUNCTIONS_WORDS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
+    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
+)
+_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
+_SMALL_WORDS_WORDS = (
+    "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
+    "am pm km kg cm mm mph one two six ten day men cup"
+)
+_SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
+
+
+def prose_words(text: str) -> list[str]:
+    r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
+    bare = _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text))
+    return [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS and _is_language(word)]
+
+
+def _is_language(word: str) -> bool:
+    return len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()
+
+
+def inside_text_group(canonical_text: str) -> str | None:
+    r"""The words in a canonical `\text{...}`, None when the answer is not wrapped so."""
+    return _whole_group(canonical_text, _TEXT_HEAD)
+
+
+def text_key(canonical_text: str) -> str:
+    """What two text answers are compared by: letters and digits only, without case."""
+    bare = _TEXT_HEAD.sub("", canonical_text)
+    return "".join(c for c in bare if c.isalnum()).casefold()

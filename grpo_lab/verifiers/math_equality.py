@@ -1,0 +1,172 @@
+"""Are two answers equal? Text by its letters, plain numbers by arithmetic, everything else by math-verify in a worker.
+
+canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
+                                    text     -> same letters and digits?
+                                    number   -> `plain_numbers`, where that is certain
+                                    math     -> math-verify, once it accepts the gold as an answer to itself
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+
+from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
+from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.pool import Limits, Outcome, WorkerPool
+from grpo_lab.verifiers.verdict import MathVerdict, Verdict
+
+_HANDLER = "grpo_lab.verifiers.math_worker:compare"
+_PLACEHOLDERS = frozenset({"none", "nan", "null", "na", "unknown", "todo", "tbd", "missing", "invalid", "error"})
+_NUMBER_WORDS = re.compile(
+    r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
+    r"(?:-\w+)?",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+_LABELLED_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*", re.DOTALL)
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
+_CACHE_LIMIT = 1 << 16
+
+
+class GoldKind(Enum):
+    NUMBER = "number"
+    TEXT = "text"
+    MATH = "math"
+    UNUSABLE = "unusable"
+
+
+def kind_of_gold(gold: str) -> GoldKind:
+    """How a canonical gold is to be compared. Prose is unusable: no rule could say which answers it accepts."""
+    key = text_key(gold)
+    if not key or key in _PLACEHOLDERS:
+        return GoldKind.UNUSABLE
+    if is_plain_number(gold):
+        return GoldKind.NUMBER
+    if inside_text_group(gold) is not None:
+        return GoldKind.TEXT
+    if _CHOICE.fullmatch(gold) or (_LABELLED_CHOICE.fullmatch(gold) and "\\" not in gold):
+        return GoldKind.TEXT
+    words = prose_words(gold)
+    if not words:
+        return GoldKind.MATH
+    one_word = len(gold.split()) == 1 and re.fullmatch(r"[^\W\d_][^\W_'-]*(?:['-][^\W_]+)*", gold) is not None
+    return GoldKind.TEXT if one_word and not _NUMBER_WORDS.fullmatch(gold) else GoldKind.UNUSABLE
+
+
+def _same_text(gold: str, answer: str) -> bool:
+    if text_key(gold) == text_key(answer):
+        return True
+    label = _choice_label(gold)
+    return label is not None and label == _choice_label(answer)
+
+
+def _choice_label(text: str) -> str | None:
+    """`C` of `C`, `(C)`, `\\text{(C)}`, `(C) 18 apples`."""
+    inside = inside_text_group(text)
+    text = (text if inside is None else inside).strip()
+    plain = _CHOICE.fullmatch(text)
+    labelled = _LABELLED_CHOICE.fullmatch(text)
+    if plain:
+        return plain[1]
+    return (labelled[1] or labelled[2]) if labelled else None
+
+
+def _read_beside_number(answer: str) -> str:
+    """The gold is one plain number; read `x = 18` as 18 and `12,5` as 12.5. Lists stay lists."""
+    if "," not in answer and "=" in answer:
+        answer = canonical(_RIGHT_SIDE.split(answer)[-1])
+    if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
+        answer = answer.replace(",", ".")
+    return answer
+
+
+class MathVerifier:
+    """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
+
+    Args:
+        fast_path: compare plain numbers without a worker where the verdict is certain. Changes speed, never a verdict.
+        limits: wall-clock seconds per comparison and memory per worker process.
+        workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
+        max_chars: longer answers are refused unread (`unparseable_answer`), longer golds are unusable.
+
+    Picklable; the copy starts workers of its own. Usable from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        fast_path: bool = True,
+        limits: Limits | None = None,
+        workers: int | None = None,
+        max_chars: int = 2000,
+    ) -> None:
+        if max_chars < 1:
+            raise ValueError(f"max_chars must be at least 1; got {max_chars}")
+        self.fast_path = fast_path
+        self.max_chars = max_chars
+        self.pool = WorkerPool(_HANDLER, limits=limits, size=workers)
+        self._known: dict[tuple[str, str], MathVerdict] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_known": {}}
+
+    def close(self) -> None:
+        """End the worker processes (they also end with this object)."""
+        self.pool.close()
+
+    def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
+        """One verdict per (gold, answer), in order."""
+        keys = [(self._spelled(gold), self._spelled(answer)) for gold, answer in pairs]
+        decided = {key: self._decide_here(*key) for key in dict.fromkeys(keys)}
+        jobs = [key for key, verdict in decided.items() if verdict is None]
+        outcomes = self.pool.run([{"gold": gold, "answer": self._answer_for(gold, answer)} for gold, answer in jobs])
+        for key, outcome in zip(jobs, outcomes, strict=True):
+            verdict = _verdict_of(outcome)
+            decided[key] = verdict
+            if verdict.verdict not in (Verdict.TIMEOUT, Verdict.CRASH):
+                self._remember(key, verdict)
+        return [judged for key in keys if (judged := decided[key]) is not None]
+
+    def check_golds(self, golds: Sequence[str]) -> list[MathVerdict]:
+        """Each gold against itself: everything but `EQUAL` is a gold that no answer could satisfy."""
+        return self.compare([(gold, gold) for gold in golds])
+
+    def _spelled(self, text: str) -> str:
+        """Canonical, unless the text is so long that it is refused anyway (4: wrappers and spaces may go)."""
+        return canonical(text) if len(text) <= 4 * self.max_chars else text
+
+    def _answer_for(self, gold: str, answer: str) -> str:
+        return _read_beside_number(answer) if is_plain_number(gold) else answer
+
+    def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
+        """The verdict where no worker is needed; None where one is."""
+        if len(gold) > self.max_chars:
+            return MathVerdict(Verdict.UNPARSEABLE_GOLD, f"longer than {self.max_chars} characters")
+        kind = kind_of_gold(gold)
+        if kind is GoldKind.UNUSABLE:
+            return MathVerdict(Verdict.UNPARSEABLE_GOLD, "empty, a placeholder or prose")
+        if not answer:
+            return MathVerdict(Verdict.UNPARSEABLE_ANSWER, "empty")
+        if len(answer) > self.max_chars:
+            return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {self.max_chars} characters")
+        if kind is GoldKind.TEXT:
+            return MathVerdict(Verdict.EQUAL if _same_text(gold, answer) else Verdict.NOT_EQUAL, "compared as text")
+        if self.fast_path and kind is GoldKind.NUMBER:
+            same = compare_plain_numbers(gold, _read_beside_number(answer))
+            if same is not None:
+                return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "plain numbers")
+        return self._known.get((gold, answer))
+
+    def _remember(self, key: tuple[str, str], verdict: MathVerdict) -> None:
+        if len(self._known) >= _CACHE_LIMIT:
+            self._known.clear()
+        self._known[key] = verdict
+
+
+def _verdict_of(outcome: Outcome) -> MathVerdict:
+    if outcome.status == "ok":
+        return MathVerdict(Verdict(outcome.value["verdict"]), outcome.value["reason"])
+    return MathVerdict(Verdict(outcome.status), outcome.reason)

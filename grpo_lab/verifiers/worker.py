@@ -1,0 +1,107 @@
+"""The process on the other side of `pool.WorkerPool`: one job in, one reply out, under limits it cannot lift.
+
+Frames on the socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been talked into
+something by model text can say anything it likes and still only hands over plain data.
+
+Replies: `{"ready": pid, "memory_limited": bool}` once; then per job one of `{"ok": value}`, `{"crash": reason}` (the
+text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), each with `"rss"`, the peak in bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[[Any], Any]
+_HEADER = struct.Struct(">I")
+
+
+def encode_frame(message: Any) -> bytes:
+    body = json.dumps(message).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def take_frame(buffer: bytearray) -> Any | None:
+    """Removes the first whole frame from `buffer` and returns its message; None while it is incomplete."""
+    if len(buffer) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack_from(buffer)
+    if len(buffer) < _HEADER.size + length:
+        return None
+    body = bytes(buffer[_HEADER.size : _HEADER.size + length])
+    del buffer[: _HEADER.size + length]
+    return json.loads(body)
+
+
+def _limit_memory(memory_bytes: int) -> bool:
+    """Caps the address space. False where the system refuses (macOS), which the pool reports."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
+    """The reply to one job, and whether the process may go on (after exhausted memory it may not)."""
+    try:
+        return {"ok": handler(payload)}, True
+    except MemoryError:
+        return {"crash": "memory limit reached"}, False
+    except RecursionError:
+        return {"crash": "recursion limit reached"}, True
+    except Exception:
+        return {"bug": traceback.format_exc()}, True
+
+
+def _serve(channel: socket.socket, handler: Handler, self_destruct_s: float) -> None:
+    buffer = bytearray()
+    while True:
+        message = take_frame(buffer)
+        if message is None:
+            chunk = channel.recv(1 << 16)
+            if not chunk:
+                return  # the trainer is gone
+            buffer += chunk
+            continue
+        # Should the trainer be killed while this job runs, nobody is left to end us: the kernel's alarm does.
+        signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
+        reply, healthy = _answer(handler, message["job"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply["rss"] = _peak_rss_bytes()
+        channel.sendall(encode_frame(reply))
+        if not healthy:
+            return
+
+
+def main(fd: int, handler_name: str, memory_bytes: int, self_destruct_s: float) -> None:
+    """Entry point of the child: import the handler, lower the limits, say so, serve until the socket closes."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    channel = socket.socket(fileno=fd)
+    try:
+        module, function = handler_name.split(":")
+        handler: Handler = getattr(importlib.import_module(module), function)
+        limited = _limit_memory(memory_bytes)
+    except Exception:
+        channel.sendall(encode_frame({"bug": traceback.format_exc()}))
+        return
+    channel.sendall(encode_frame({"ready": os.getpid(), "memory_limited": limited}))
+    try:
+        _serve(channel, handler, self_destruct_s)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the trainer went away between job and reply

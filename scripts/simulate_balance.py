@@ -1,0 +1,168 @@
+"""How even are live tokens over 8, 64 and 512 ranks: stock TRL's assignment against grpo_lab's plan. No model is run.
+
+Lengths are those of real GSM8K model outputs in Qwen3 tokens (prompt with its chat turn, completion cut at
+--max-completion). A group of 8 is one question with its own 4 outputs and the 4 of the question with the next longer
+outputs. Whole groups are dead, drawn at random. Stock: every rank keeps the groups it generated, in order, and computes
+all its rows padded to its longest prompt and completion.
+
+    python scripts/simulate_balance.py [--data DIR] [--seeds 5] [--rows-per-rank 8 64 256] > table.md
+
+Needs `tokenizers` and the data folder ($GRPO_LAB_DATA, else ../shared/data beside the checkout).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS, Plan, Rows, default_max_tokens, plan_update
+
+GROUP = 8
+CHAT_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+COLUMNS = (
+    "ranks",
+    "rows/rank",
+    "dead",
+    "live rows/rank",
+    "stock live max/mean",
+    "ours live max/mean",
+    "(worst seed)",
+    "no plan can beat",
+    "ours computed max/mean",
+    "padding",
+    "bins",
+    "step tokens stock",
+    "step tokens ours",
+    "ratio",
+    "plan, ms",
+)
+
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """prompt [Q], completion [Q, 8]: tokens of every group that can be drawn."""
+
+    prompt: Lengths
+    completion: Lengths
+
+
+def data_folder(given: str | None) -> Path:
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(given or os.environ.get("GRPO_LAB_DATA") or default)
+    if not (folder / "gsm8k" / "gsm8k_model_outputs.jsonl").is_file():
+        sys.exit(f"No gsm8k/gsm8k_model_outputs.jsonl under {folder}; give --data or set GRPO_LAB_DATA.")
+    return folder
+
+
+def real_groups(folder: Path, max_completion: int) -> Groups:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizers" / "qwen3" / "tokenizer.json"))
+    outputs: dict[str, list[str]] = defaultdict(list)
+    with open(folder / "gsm8k" / "gsm8k_model_outputs.jsonl", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            outputs[row["question"]].append(row["output_text"])
+    questions = [question for question, texts in outputs.items() if len(texts) == GROUP // 2]
+    prompt = np.array([len(one.ids) for one in tokenizer.encode_batch([CHAT_TURN.format(q) for q in questions])])
+    texts = [text for question in questions for text in outputs[question]]
+    completion = np.array([len(one.ids) + 1 for one in tokenizer.encode_batch(texts)])  # + the end-of-turn token
+    completion = np.minimum(completion, max_completion).reshape(len(questions), GROUP // 2)
+    order = np.argsort(completion.mean(axis=1), kind="stable")
+    following = np.append(order[1:], order[-2])
+    return Groups(prompt[order], np.concatenate([completion[order], completion[following]], axis=1))
+
+
+def one_step(groups: Groups, num_ranks: int, rows_per_rank: int, dead: float, seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    count = num_ranks * rows_per_rank // GROUP
+    drawn = rng.integers(0, groups.prompt.size, count)
+    live = rng.permutation(count) >= min(count - 1, round(count * dead))  # at least one live group
+    return Rows(np.repeat(groups.prompt[drawn], GROUP), groups.completion[drawn].ravel(), np.repeat(live, GROUP))
+
+
+def stock(rows: Rows, num_ranks: int) -> tuple[float, int]:
+    """(max/mean of live tokens per rank, tokens the step waits for) when every rank keeps its contiguous share."""
+    prompt, completion, live = (
+        np.asarray(one).reshape(num_ranks, -1) for one in (rows.prompt_lengths, rows.completion_lengths, rows.live)
+    )
+    live_tokens = ((prompt + completion) * live).sum(axis=1)
+    padded = prompt.shape[1] * (prompt.max(axis=1) + completion.max(axis=1))
+    return float(live_tokens.max() / live_tokens.mean()), int(padded.max())
+
+
+def table_row(
+    groups: Groups, num_ranks: int, rows_per_rank: int, dead: float, seeds: int, micro_batch: int, overhead: int
+) -> list[str]:
+    plans: list[Plan] = []
+    others: list[tuple[float, int, float, float]] = []
+    for seed in range(seeds):
+        rows = one_step(groups, num_ranks, rows_per_rank, dead, seed)
+        prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
+        budget = default_max_tokens(micro_batch, int(prompt.max()), int(completion.max()))
+        start = time.process_time()
+        plan = plan_update(rows, num_ranks, budget, overhead_tokens=overhead)
+        seconds = time.process_time() - start
+        longest = int((prompt + completion)[np.asarray(rows.live)].max())
+        plans.append(plan)
+        others.append((*stock(rows, num_ranks), max(1.0, longest * num_ranks / plan.tokens_live), seconds))
+    stock_even, stock_step, bound, seconds = np.mean(others, axis=0)
+    even = [plan.max_over_mean for plan in plans]
+    step = np.mean([plan.step_tokens for plan in plans])
+    live_rows = np.mean([sum(len(one) for bins in plan.bins for one in bins) for plan in plans]) / num_ranks
+    return [
+        f"{num_ranks}",
+        f"{rows_per_rank}",
+        f"{dead:.0%}",
+        f"{live_rows:.1f}",
+        f"{stock_even:.2f}",
+        f"{np.mean(even):.3f}",
+        f"{max(even):.3f}",
+        f"{bound:.3f}",
+        f"{np.mean([plan.computed_max_over_mean for plan in plans]):.3f}",
+        f"{np.mean([plan.padding_share for plan in plans]):.1%}",
+        f"{np.mean([plan.num_bins for plan in plans]):.1f}",
+        f"{stock_step:,.0f}",
+        f"{step:,.0f}",
+        f"{stock_step / step:.1f}×",
+        f"{1000 * seconds:.0f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--rows-per-rank", type=int, nargs="+", default=[8, 64, 256], help="multiples of 8")
+    parser.add_argument("--dead", type=float, nargs="+", default=[0.0, 0.3, 0.62, 0.9])
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--max-completion", type=int, default=512)
+    parser.add_argument("--overhead-tokens", type=int, default=DEFAULT_OVERHEAD_TOKENS)
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    if any(rows % GROUP or rows < GROUP for rows in args.rows_per_rank):
+        parser.error(f"--rows-per-rank must be multiples of {GROUP}; got {args.rows_per_rank}")
+    groups = real_groups(data_folder(args.data), args.max_completion)
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + " ---: |" * len(COLUMNS))
+    for num_ranks in args.ranks:
+        for rows_per_rank in args.rows_per_rank:
+            for dead in args.dead:
+                cells = table_row(
+                    groups, num_ranks, rows_per_rank, dead, args.seeds, args.micro_batch, args.overhead_tokens
+                )
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Shared fixtures. Nothing here needs the network; the shared data are found by ``grpo_lab_data`` or the test is skipped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def grpo_lab_data() -> Path:
+    """The folder of real data (``$GRPO_LAB_DATA``, else ``../shared/data`` beside the checkout), or a skip."""
+    folder = Path(os.environ.get("GRPO_LAB_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"real data not found at {folder}; set GRPO_LAB_DATA to the folder that holds gsm8k/, math/, …")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random Qwen2 (some tens of thousands of parameters) with its tokenizer."""
+    from grpo_lab.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny") / "qwen2"
+    model, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,121 @@
+"""Stock TRL and ours on the same rollouts: per-step losses and final weights side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab.testing.rollouts import ScriptedRollout
+
+LENGTHS = (3, 5, 9, 14, 21, 30)
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor]
+    history: list[dict[str, Any]]
+    trainer: Any
+
+
+def problems(n: int = 12) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{'Add ' * (i % 4)}{i} and {i + 1}." for i in range(n)], "number": list(range(n))})
+
+
+def mixed_reward(dead_every: int = 3) -> Callable[..., list[float]]:
+    """Some groups all equal (dead), the others spread over five values by their token ids."""
+
+    def parity_reward(prompts: list[str], completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+        return [
+            0.5 if dead_every and n % dead_every == 0 else (sum(ids) % 5) / 4.0
+            for n, ids in zip(number, completion_ids, strict=True)
+        ]
+
+    return parity_reward
+
+
+def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "max_steps": 4,
+        "learning_rate": 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+        "disable_tqdm": True,
+        "epsilon": 0.2,
+    }
+    settings.update(changes)
+    return settings
+
+
+def train(
+    trainer_class: Any,
+    args: Any,
+    model_folder: Path,
+    *,
+    rollout: ScriptedRollout | None = None,
+    reward: Any = None,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Run:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    rollout = rollout or ScriptedRollout(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id, truncated_share=0.2)
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=mixed_reward() if reward is None else reward,
+        args=args,
+        train_dataset=options.pop("train_dataset", None) or problems(),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+        **options,
+    )
+    if prepare is not None:
+        prepare(trainer)
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    weights = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
+    return Run(
+        [row["loss"] for row in steps], [row["grad_norm"] for row in steps], weights, start, trainer.state.log_history, trainer
+    )
+
+
+def movement_difference(ours: Run, stock: Run) -> float:
+    """‖(w_ours − w_0) − (w_stock − w_0)‖ / ‖w_stock − w_0‖ over all weights: relative to what training did."""
+    difference = moved = 0.0
+    for name, value in stock.weights.items():
+        if not value.is_floating_point():
+            continue
+        difference += (ours.weights[name].double() - value.double()).square().sum().item()
+        moved += (value.double() - stock.start[name].double()).square().sum().item()
+    return (difference / max(moved, 1e-300)) ** 0.5
+
+
+def weight_difference(ours: Run, stock: Run) -> float:
+    """‖w_ours − w_stock‖ / ‖w_stock‖ over all weights."""
+    difference = size = 0.0
+    for name, value in stock.weights.items():
+        difference += (ours.weights[name].double() - value.double()).square().sum().item()
+        size += value.double().square().sum().item()
+    return (difference / size) ** 0.5

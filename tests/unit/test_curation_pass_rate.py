@@ -1,0 +1,210 @@
+"""Pass rates: the count, the file, and going on after a kill (a real SIGKILL of a real process)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.curation import answer_only, guess_rates, guessable, keep_band, pass_rates
+
+PROBLEMS = [{"prompt": f"{k} + {k}?", "solution": str(2 * k), "domain": "sums"} for k in range(10)]
+
+
+class Scripted:
+    """A generator that is right for the first k of n samples of problem k, and remembers what it was asked."""
+
+    def __init__(self, fail_after: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.fail_after = fail_after
+
+    def __call__(self, prompts: list[Any], n: int) -> list[list[str]]:
+        if self.fail_after is not None and len(self.asked) >= self.fail_after:
+            raise RuntimeError("the engine died")
+        self.asked += prompts
+        return [[str(2 * int(p.split()[0])) if j < int(p.split()[0]) else "wrong" for j in range(n)] for p in prompts]
+
+
+def exact(prompts: list[str], completions: list[str], solution: list[str], **columns: Any) -> list[float | None]:
+    assert len(prompts) == len(completions) == len(solution) == len(columns["domain"])
+    return [None if "?" in c else float(c == s) for c, s in zip(completions, solution)]
+
+
+def test_the_rate_is_right_over_scored() -> None:
+    rates = pass_rates(PROBLEMS, Scripted(), exact, n=10, batch_size=3, progress=False)
+    assert [rate.rate for rate in rates] == [k / 10 for k in range(10)]
+    assert [rate.trials for rate in rates] == [10] * 10
+    assert rates[3].completions == ("6", "6", "6", *["wrong"] * 7)
+
+
+def test_unscorable_is_not_wrong() -> None:
+    some = lambda prompts, n: [["6", "?", "?", "5"] for _ in prompts]  # noqa: E731
+    rate = pass_rates(PROBLEMS[3:4], some, exact, n=4, progress=False)[0]
+    assert (rate.successes, rate.trials, rate.unscorable, rate.rate) == (1, 2, 2, 0.5)
+    none = pass_rates(PROBLEMS[3:4], lambda p, n: [["?"] * n for _ in p], exact, n=2, progress=False)[0]
+    assert none.rate is None
+    assert keep_band([none.rate, 0.0, 0.5, 1.0]) == [False, False, True, False]
+
+
+def test_going_on_repeats_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "rates.jsonl"
+    first = Scripted(fail_after=6)
+    with pytest.raises(RuntimeError, match="died"):
+        pass_rates(PROBLEMS, first, exact, path=file, batch_size=3, progress=False)
+    second = Scripted()
+    rates = pass_rates(PROBLEMS[::-1], second, exact, path=file, batch_size=3, progress=False)  # another order
+    assert len(first.asked) == 6
+    assert sorted(first.asked + second.asked) == sorted(p["prompt"] for p in PROBLEMS)
+    assert [rate.rate for rate in rates] == [k / 10 for k in range(9, -1, -1)]
+    third = Scripted()
+    assert pass_rates(PROBLEMS[::-1], third, exact, path=file, progress=False) == rates
+    assert third.asked == []
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"key": "ab', b"\x00" * 50, b'{"key": 3}\n', b"\x00\x00\n\xff\n", b'{"key": "k", "scores": [1.0]}']
+)
+def test_a_torn_end_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+    file = tmp_path / "rates.jsonl"
+    whole = pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
+    content = file.read_bytes()
+    lines = content.splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]) + tail)  # the last problem is lost
+    again = Scripted()
+    assert pass_rates(PROBLEMS, again, exact, path=file, progress=False) == whole
+    assert len(again.asked) == 1
+    assert file.read_bytes() == content
+
+
+def test_damage_in_the_middle_and_other_settings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rates.jsonl"
+    pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 1.0}, progress=False)
+    with pytest.raises(ValueError, match="temperature"):
+        pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 0.7}, progress=False)
+    with pytest.raises(ValueError, match="'n': 10"):
+        pass_rates(PROBLEMS, Scripted(), exact, n=8, path=file, settings={"temperature": 1.0}, progress=False)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[4:]]))
+    with pytest.raises(ValueError, match="line 4"):
+        pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 1.0}, progress=False)
+
+
+def test_completions_may_be_left_out_and_are_asked_for_when_needed(tmp_path: Path) -> None:
+    file = tmp_path / "rates.jsonl"
+    rates = pass_rates(PROBLEMS, Scripted(), exact, path=file, keep_completions=False, progress=False)
+    assert all(rate.completions is None for rate in rates)
+    assert b"wrong" not in file.read_bytes()
+    with pytest.raises(ValueError, match="keep_completions"):
+        pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
+
+
+def test_equal_problems_are_sampled_once_and_hostile_text_survives_the_file(tmp_path: Path) -> None:
+    odd = 'line\nbreak \u2028 \ud800 \x00 "quote" 答え'
+    problems = [{"prompt": odd, "solution": odd, "domain": "x"}] * 3
+    asked: list[str] = []
+
+    def echo(prompts: list[str], n: int) -> list[list[str]]:
+        asked.extend(prompts)
+        return [[p] * n for p in prompts]
+
+    same = lambda prompts, completions, **c: [float(p == q) for p, q in zip(prompts, completions)]  # noqa: E731
+    first = pass_rates(problems, echo, same, n=2, path=tmp_path / "r.jsonl", progress=False)
+    assert pass_rates(problems, echo, same, n=2, path=tmp_path / "r.jsonl", progress=False) == first
+    assert asked == [odd]
+    assert first[2].completions == (odd, odd)
+    messages = [{"prompt": [{"role": "user", "content": "hi"}], "solution": "1"}]
+    made = pass_rates(
+        messages,
+        lambda p, n: [[[{"role": "assistant", "content": "1"}]] * n for _ in p],
+        lambda prompts, completions, solution: [1.0] * len(completions),
+        n=2,
+        progress=False,
+    )
+    assert made[0].rate == 1.0
+
+
+def test_a_wrong_number_of_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="asked for 10 completions"):
+        pass_rates(PROBLEMS, lambda p, n: [["1"] * (n - 1) for _ in p], exact, progress=False)
+    with pytest.raises(ValueError, match="returned 1 scores"):
+        pass_rates(PROBLEMS, Scripted(), lambda **c: [1.0], progress=False)
+    with pytest.raises(ValueError, match="prompt_column"):
+        pass_rates([{"question": "?"}], Scripted(), exact, progress=False)
+    with pytest.raises(ValueError, match="n=0"):
+        pass_rates(PROBLEMS, Scripted(), exact, n=0, progress=False)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from grpo_lab.curation import pass_rates
+
+log = Path(sys.argv[2])
+def generate(prompts, n):
+    with log.open("a") as file:
+        file.write("".join(p + "\\n" for p in prompts))
+    time.sleep(0.05)
+    return [["x"] * n for _ in prompts]
+
+problems = [{"prompt": f"problem {k}"} for k in range(40)]
+rates = pass_rates(problems, generate, lambda prompts, completions: [1.0] * len(completions), n=2, path=sys.argv[1],
+                   batch_size=2, progress=False)
+print(sum(rate.rate == 1.0 for rate in rates))
+"""
+
+
+def test_a_killed_process_goes_on_and_a_second_writer_is_refused(tmp_path: Path) -> None:
+    file, log = tmp_path / "rates.jsonl", tmp_path / "asked.txt"
+    command = [sys.executable, "-c", CHILD, str(file), str(log)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE)
+    while not (log.exists() and len(log.read_text().splitlines()) >= 12):
+        assert first.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="another process"):
+        pass_rates([{"prompt": "x"}], Scripted(), exact, path=file, progress=False)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    saved = len(file.read_bytes().splitlines()) - 1
+    assert saved >= 10
+    second = subprocess.run(command, capture_output=True, check=True)
+    assert second.stdout.strip() == b"40"
+    asked = log.read_text().splitlines()
+    assert len(set(asked)) == 40
+    assert len(asked) <= 40 + 2  # the batch that was being generated, and nothing else, is done again
+
+
+def test_guessing_asks_for_the_answer_only(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def guess(prompts: list[str], n: int) -> list[list[str]]:
+        seen.extend(prompts)
+        assert n == 8
+        return [["wrong"] * 7 + ["18" if p.startswith("9 ") else "wrong"] for p in prompts]
+
+    rates = guess_rates(PROBLEMS, guess, exact, path=tmp_path / "guess.jsonl", progress=False)
+    assert guessable(rates) == [False] * 9 + [True]
+    assert all("Give only the final answer" in prompt for prompt in seen)
+    assert '"request"' in json.dumps(json.loads((tmp_path / "guess.jsonl").read_text().splitlines()[0]))
+    chat = answer_only([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "only 1")
+    assert chat == [{"role": "system", "content": "s"}, {"role": "user", "content": "q\n\nonly 1"}]
+    with pytest.raises(ValueError, match="user message"):
+        answer_only([{"role": "system", "content": "s"}])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (1, 0)])
+def test_an_empty_band(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="band"):
+        keep_band([0.5], low, high)
+
+
+def test_a_band_excludes_its_ends() -> None:
+    assert keep_band([0.0, 0.1, 0.2, 0.5, 0.7, 1.0, None], 0.1, 0.7) == [False, False, True, True, False, False, False]
+    with pytest.raises(ValueError, match=r"1\.5"):
+        keep_band([1.5])

@@ -1,0 +1,110 @@
+"""Selection and report: counts, the first filter to refuse, scores as columns, and text that must not become markup."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_lab.curation import CurationReport, Selection
+
+ROWS = [{"prompt": f"question {k}", "solution": str(k)} for k in range(10)]
+
+
+def selection() -> Selection:
+    chosen = Selection(ROWS, title="a set")
+    chosen.score("pass_rate", [k / 10 for k in range(10)])
+    chosen.keep("even", [k % 2 == 0 for k in range(10)], setting="k even")
+    chosen.keep("band", [2 < k < 9 for k in range(10)], setting="2 < k < 9", reasons=[f"k = {k}" for k in range(10)])
+    return chosen
+
+
+def test_counts_and_columns() -> None:
+    chosen = selection()
+    report = chosen.report(["one note"])
+    even, band = report.filters
+    assert (even.before, even.dropped, even.refused) == (10, 5, 5)
+    assert (band.before, band.dropped, band.refused) == (5, 2, 4)  # 0 and 2 go; 1 and 9 had gone
+    assert (report.rows, report.kept) == (10, 3)
+    assert band.share == 0.4
+    assert chosen.mask == [k in (4, 6, 8) for k in range(10)]
+    assert chosen.kept_rows()[0] == {"prompt": "question 4", "solution": "4", "pass_rate": 0.4}
+    rows = chosen.scored_rows()
+    assert len(rows) == 10
+    assert [row["dropped_by"] for row in rows[:4]] == ["band", "even", "band", "even"]
+    assert [example.reason for example in band.examples] == ["k = 0", "k = 2"]
+    assert json.loads(report.as_json())["filters"][1]["dropped"] == 2
+
+
+def test_filters_add_up() -> None:
+    report = selection().report()
+    assert report.kept + sum(one.dropped for one in report.filters) == report.rows
+
+
+def test_examples_are_spread_over_the_data() -> None:
+    chosen = Selection([{"prompt": str(k)} for k in range(1000)])
+    chosen.keep("all", [False] * 1000)
+    assert [example.row for example in chosen.report().filters[0].examples] == [0, 200, 400, 600, 800]
+
+
+def test_bad_input_is_named() -> None:
+    chosen = selection()
+    with pytest.raises(ValueError, match="3 values for 10 rows"):
+        chosen.keep("short", [True] * 3)
+    with pytest.raises(ValueError, match="applied already"):
+        chosen.keep("even", [True] * 10)
+    with pytest.raises(ValueError, match="'solution' already"):
+        chosen.score("solution", [0] * 10)
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        Selection([{"question": "?"}])
+
+
+def hostile() -> CurationReport:
+    texts = [
+        "<script>alert(1)</script>",
+        "[bold red]x[/] [/nonsense]",
+        "\x1b[2J\x1b]0;title\x07",
+        "\ud800 half",
+        "",
+        "A" * 100_000,
+    ]
+    chosen = Selection([{"prompt": text} for text in texts], title="</title><script>")
+    chosen.keep("<b>name</b>", [False] * 6, setting="{{ 7*7 }}", reasons=texts)
+    return chosen.report(["<img src=x>"])
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    page_file = tmp_path / "new" / "report.html"
+    hostile().write_html(page_file)
+    page = page_file.read_text("utf-8")
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "49" not in page.split("<tbody>")[1].split("</tbody>")[0].replace("{{ 7*7 }}", "")
+    assert len(page) < 20_000
+    assert "http" not in page.replace("http-equiv", "")  # loads nothing
+    shown = io.StringIO()
+    hostile().print(Console(file=shown, width=120, force_terminal=False))
+    assert "\x1b" not in shown.getvalue()
+    assert "[bold red]x[/]" in shown.getvalue()
+
+
+def test_the_terminal_shows_every_filter() -> None:
+    shown = io.StringIO()
+    selection().report().print(Console(file=shown, width=120))
+    for piece in ("3 of 10 rows kept", "even", "2 < k < 9", "50.0%", "40.0%"):
+        assert piece in shown.getvalue()
+
+
+def test_messages_are_shown_by_their_text() -> None:
+    chosen = Selection([{"prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}])
+    chosen.keep("all", [False])
+    assert chosen.report().filters[0].examples[0].text == "be\nhi"
+
+
+def test_an_empty_set() -> None:
+    report = Selection([]).report()
+    assert (report.rows, report.kept) == (0, 0)
+    assert "0" in report.as_html()

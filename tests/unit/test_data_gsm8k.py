@@ -1,0 +1,125 @@
+"""load_gsm8k on hand-written rows, on bad input, and on the real files where they are."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.data import load_gsm8k
+
+ROW = {"question": "Ann has 2 and buys 3. How many?", "answer": "Ann has 2+3=<<2+3=5>>5.\n#### 5"}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_columns_of_one_row(tmp_path: Path) -> None:
+    rows = load_gsm8k(write(tmp_path / "any.jsonl", ROW | {"id": 7}))
+    assert rows[0] == {
+        "prompt": [{"role": "user", "content": ROW["question"]}],
+        "template": "chat",
+        "id": 7,
+        "question": ROW["question"],
+        "solution": "5",
+        "worked_solution": ROW["answer"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "gold"),
+    [("#### 1,234", "1234"), ("#### -3", "-3"), ("#### 0.5 ", "0.5"), ("a #### 1\nno:\n#### 2", "2"), ("####7", "7")],
+)
+def test_gold_is_what_follows_the_last_mark(tmp_path: Path, written: str, gold: str) -> None:
+    assert load_gsm8k(write(tmp_path / "t.jsonl", ROW | {"answer": written}))[0]["solution"] == gold
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": "Q?", "answer": "…\n#### 18"},
+        {"problem": "Q?", "solution": "…\n#### 18"},
+        {"question": "Q?", "gold_answer": "18", "gold_solution": "…\nA: 18"},
+        {"question": "Q?", "gold_answer": 18},
+    ],
+)
+def test_field_names_of_public_variants(tmp_path: Path, row: dict[str, Any]) -> None:
+    loaded = load_gsm8k(write(tmp_path / "t.jsonl", row))[0]
+    assert (loaded["question"], loaded["solution"]) == ("Q?", "18")
+
+
+def test_a_folder_has_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ROW, ROW)
+    write(tmp_path / "test.jsonl", ROW)
+    assert len(load_gsm8k(tmp_path, split="train")) == 2
+    assert len(load_gsm8k(str(tmp_path), split="test", template="none")) == 1
+    with pytest.raises(ValueError, match=r"no split 'dev'.*found test.jsonl, train.jsonl.*setting"):
+        load_gsm8k(tmp_path, split="dev")
+
+
+def test_a_folder_of_parquet_shards_as_the_hub_lays_them_out(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "main").mkdir()
+    Dataset.from_list([ROW]).to_parquet(tmp_path / "main" / "train-00000-of-00001.parquet")
+    assert load_gsm8k(tmp_path)[0]["solution"] == "5"
+
+
+def test_a_column_of_mixed_types_becomes_text(tmp_path: Path) -> None:
+    rows = load_gsm8k(write(tmp_path / "t.jsonl", ROW | {"level": 5}, ROW | {"level": "Level 5"}, ROW))
+    assert rows["level"] == ["5", "Level 5", None]
+
+
+BAD_FILES = [
+    ([{"question": "Q?", "reply": "#### 1"}], r"missing column: one of answer.* is needed.*columns are question, reply"),
+    ([{"text": "Q?", "answer": "#### 1"}], r"missing column: one of question, problem is needed.*text, answer"),
+    ([ROW, ROW | {"answer": "so it is 5"}], r"row 2: no answer after '####'.*'so it is 5'"),
+    ([ROW | {"answer": "so it is\n#### "}], r"row 1: no answer after '####'"),
+    ([ROW, ROW | {"question": None}], r"row 2: column 'question' is None"),
+    ([ROW, ROW | {"question": "  "}], r"row 2: column 'question' is '  '"),
+    ([ROW | {"answer": ["#### 5"]}], r"row 1: column 'answer' is \['#### 5'\]"),
+    ([], r"no rows"),
+    ([[1, 2]], r"line 1: a list; one object a line"),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), BAD_FILES)
+def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_gsm8k(write(tmp_path / "bad.jsonl", *rows))
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps(ROW) + "\n{'question': 1}\n")
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not JSON"):
+        load_gsm8k(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "/no/such/folder", "./data"])
+def test_a_missing_path_is_not_asked_from_the_hub(source: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"source '{source}' does not exist")):
+        load_gsm8k(source)
+
+
+def test_an_unreachable_hub_name_says_what_to_set() -> None:
+    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a file or folder.*set source to a local folder"):
+        load_gsm8k("nobody/nothing")
+
+
+@pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
+def test_the_real_rows(grpo_lab_data: Path, split: str, rows: int) -> None:
+    loaded = load_gsm8k(grpo_lab_data / "gsm8k", split=split, template="r1")
+    assert len(loaded) == rows
+    assert all(re.fullmatch(r"-?\d+(\.\d+)?", gold) for gold in loaded["solution"])
+    assert all(worked.endswith(gold) or "," in worked for worked, gold in zip(loaded["worked_solution"], loaded["solution"]))
+    first = {"train": "72", "test": "18"}  # Natalia's clips; Janet's ducks
+    assert loaded[0]["solution"] == first[split]
+
+
+def test_the_real_model_outputs_file(grpo_lab_data: Path) -> None:
+    loaded = load_gsm8k(grpo_lab_data / "gsm8k" / "gsm8k_model_outputs.jsonl")
+    assert len(loaded) == 2632
+    assert {"output_text", "label_correct", "worked_solution"} <= set(loaded.column_names)

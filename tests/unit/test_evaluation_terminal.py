@@ -1,0 +1,74 @@
+"""The table and the lines at the end of a run."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from grpo_lab.evaluation import EvaluationResult, Outcome, headline, terminal_summary
+from grpo_lab.evaluation.terminal import duration
+
+
+def result(correct, wrong, truncated=0, samples=0):
+    verdicts = [1.0] * correct + [0.0] * wrong
+    outcomes = [
+        Outcome(i, kind, s, f"q{i}", "", "", "", 50, i < truncated, verdict, None)
+        for i, verdict in enumerate(verdicts)
+        for kind, many in (("greedy", 1), ("sampled", samples))
+        for s in range(many)
+    ]
+    return EvaluationResult(tuple(outcomes), {"max_new_tokens": 64, "temperature": 0.8, "n_samples": samples})
+
+
+def printed(*args, width=80, **kwargs):
+    stream = io.StringIO()
+    terminal_summary(*args, console=Console(file=stream, width=width), **kwargs)
+    return stream.getvalue()
+
+
+def test_the_lines_that_scripts_look_for():
+    long_path = "/runs/" + "deep/" * 40 + "report.html"
+    lines = printed(
+        result(160, 352), result(372, 140), report=long_path, model_path="out/[bold]x", seconds=431.7
+    ).splitlines()
+    assert "held-out accuracy: before 0.312 after 0.727 (n=512)" in lines
+    assert f"report: {long_path}" in lines  # not wrapped
+    assert "model: out/[bold]x" in lines  # not taken for colour
+    assert lines[-1].startswith("report: ")
+    assert "run time: 7 min 12 s" in lines
+
+
+def test_table_fits_eighty_columns_with_nothing_cut():
+    text = printed(result(160, 352, samples=4), result(372, 140, samples=4))
+    table = text[: text.index("held-out accuracy")]
+    assert "…" not in table
+    assert max(len(line) for line in table.splitlines()) <= 80
+    # 160/512 Wilson: 0.3125 [0.2739, 0.3540]; gain (372 − 160)/512 = .414; with ½ a cell: 212.5 up, 0.5 down of 514,
+    # centre .4125, half 1.96/514 · √(213 − 212²/514) = .0427
+    assert "31.2% [27.4, 35.4]" in table
+    assert "+41.4 [+37.0, +45.5]" in table
+    assert "pass@4" in table
+    assert "sampled: 4 samples a problem at temperature 0.8" in table
+
+
+def test_without_before_there_is_one_column():
+    text = printed(None, result(3, 1))
+    assert "75.0% [30.1, 95.4]" in text
+    assert "change" not in text
+    assert "held-out accuracy: 0.750 (n=4)" in text
+
+
+def test_many_truncated_answers_are_warned_about():
+    assert "warning: 25.0% of the answers were cut off at max_new_tokens=64" in printed(None, result(3, 1, truncated=1))
+    assert "warning" not in printed(None, result(4, 1, truncated=1))  # 20% is not above 20%
+
+
+def test_headline_without_anything_scorable():
+    assert headline(None, EvaluationResult(())) == "held-out accuracy: nan (n=0)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.25, "0.2 s"), (59.4, "59.4 s"), (61, "1 min 01 s"), (7320, "2 h 02 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

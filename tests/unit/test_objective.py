@@ -1,0 +1,118 @@
+"""The objective puts ratio, surrogate, sampler weight, KL and aggregation together in the right order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from reference.cases import DENOMINATORS, random_batch
+from torch import Tensor
+
+from grpo_lab.batch import RewardTable, TokenBatch
+from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
+
+
+def two_tokens(advantage: float = 2.0, weight: float | None = None) -> TokenBatch:
+    """log π = −1, −3; log π_ref = −1 + log 2, −3; on-policy."""
+    logps = torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    return TokenBatch(
+        logps=logps,
+        old_logps=logps.detach(),
+        log_ratio=logps - logps.detach(),
+        advantages=torch.tensor([[advantage]], dtype=torch.float64),
+        mask=torch.ones(1, 2, dtype=torch.bool),
+        ref_logps=torch.tensor([[-1.0 + math.log(2), -3.0]], dtype=torch.float64),
+        sampler_weights=None if weight is None else torch.tensor([[weight]], dtype=torch.float64),
+    )
+
+
+def test_surrogate_alone() -> None:
+    # −Â·log π = 2·1 and 2·3
+    found = Objective("x", Reinforce(), token_mean).token_loss(two_tokens())
+    assert found.tolist() == [[2.0, 6.0]]
+
+
+def test_the_sampler_weight_multiplies_the_surrogate_and_not_the_kl() -> None:
+    # w·surrogate + β·k1 = ½·2 + 0.1·(−log 2) and ½·6 + 0
+    objective = Objective("x", Reinforce(), token_mean, kl=KLTerm(0.1, "k1"))
+    found = objective.token_loss(two_tokens(weight=0.5))
+    assert found.flatten().tolist() == pytest.approx([1 - 0.1 * math.log(2), 3.0], rel=1e-14)
+
+
+def test_a_completion_that_the_correction_dropped_is_still_pulled_to_the_reference() -> None:
+    objective = Objective("x", Unclipped(), token_mean, kl=KLTerm(0.1, "k2"))
+    batch = two_tokens(weight=0.0)
+    (gradient,) = torch.autograd.grad(objective.token_loss(batch).sum(), batch.logps)
+    # β·(−x) = −0.1·log 2; the surrogate's −Â is gone
+    assert gradient.flatten().tolist() == pytest.approx([-0.1 * math.log(2), 0.0], abs=1e-15)
+
+
+def test_a_kl_in_the_reward_or_with_coefficient_zero_adds_nothing_to_the_loss() -> None:
+    plain = Objective("x", Reinforce(), token_mean)
+    batch = replace(two_tokens(), ref_logps=None)
+    for kl in (KLTerm(0.1, "k1", "reward"), KLTerm(0.0, "k3")):
+        objective = replace(plain, kl=kl)
+        assert objective.kl_in_loss is None
+        assert torch.equal(objective.token_loss(batch), plain.token_loss(batch))
+    assert replace(plain, kl=KLTerm(0.1, "k1", "reward")).kl_in_reward is not None
+
+
+def test_a_missing_reference_is_named() -> None:
+    objective = Objective("x", Reinforce(), token_mean, kl=KLTerm(0.1))
+    with pytest.raises(ValueError, match="needs reference log-probs"):
+        objective.token_loss(replace(two_tokens(), ref_logps=None))
+
+
+def test_a_surrogate_may_give_one_number_a_row() -> None:
+    """``[B, 1]`` is spread over the row's tokens: 3 tokens of 5 → 15 over the budget 9 · 6 rows."""
+    objective = Objective("x", lambda batch: torch.full_like(batch.advantages, 5.0), fixed_budget)
+    batch = random_batch(rows=1, empty_row=False)
+    expected = 5.0 * batch.mask.sum().item() / (6 * 9)
+    assert objective.loss(batch, DENOMINATORS).item() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["advantages", "sampler_weights"])
+def test_nan_in_a_masked_advantage_or_weight_stays_there(field: str, bad: float) -> None:
+    """A bug found while writing these tests: with a sequence-level ratio the backward's 0 · NaN spread over the row."""
+    for ratio in ("token", "sequence"):
+        batch = random_batch(ratio=ratio, per_token=True, weights="token")
+        batch = replace(batch, **{field: getattr(batch, field).masked_fill(~batch.mask, bad)})
+        for push in (Reinforce(), Unclipped()):
+            loss = Objective("x", push, token_mean, ratio).loss(batch, DENOMINATORS)
+            (gradient,) = torch.autograd.grad(loss, batch.logps, retain_graph=True)
+            assert loss.isfinite()
+            assert gradient.isfinite().all()
+            assert (gradient[~batch.mask] == 0).all()
+
+
+def test_diagnostics_are_the_surrogates_and_carry_no_gradient() -> None:
+    class Mine:
+        def __call__(self, batch: TokenBatch) -> Tensor:
+            return batch.logps
+
+        def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+            return {"mine": batch.logps * 2}
+
+    assert not Objective("x", Mine(), token_mean).diagnostics(two_tokens())["mine"].requires_grad
+    assert Objective("x", Reinforce(), token_mean).diagnostics(two_tokens()) == {}
+
+
+def test_preset_by_name() -> None:
+    assert (preset("dr_grpo").advantage, preset("dr_grpo").aggregation) == ("group_mean", "fixed_budget")
+    with pytest.raises(ValueError, match=r"`objective` is 'grop'; it must be one of .*grpo"):
+        preset("grop")
+
+
+def test_reward_table_total() -> None:
+    # 1·1 + 0.5·2 = 2; a component that could not score is left out: 1·3; no component: unscorable
+    values = torch.tensor([[1.0, 2.0], [3.0, math.nan], [math.nan, math.nan], [0.0, 0.0]])
+    table = RewardTable(values, ("a", "b"), torch.tensor([1.0, 0.5]), group_size=2)
+    assert table.total[:2].tolist() == [2.0, 3.0]
+    assert table.total[2].isnan()
+    with pytest.raises(ValueError, match=r"4 rows are not whole groups of num_generations=3"):
+        RewardTable(values, ("a", "b"), torch.tensor([1.0, 0.5]), group_size=3)
+    with pytest.raises(ValueError, match="`reward_funcs` and `reward_weights` must have the same length"):
+        RewardTable(values, ("a",), torch.tensor([1.0, 0.5]), group_size=2)

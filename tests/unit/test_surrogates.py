@@ -1,0 +1,148 @@
+"""Surrogates: hand values and where the gradient is cut. Shared properties: ``tests/conformance/test_surrogate_rows.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import Clipped, DetachedWeight, Reinforce, Unclipped, surrogate, token_log_ratio
+
+
+def one(ratio: float, advantage: float, logp: float = -1.0) -> TokenBatch:
+    """A single token with importance ratio ``ratio``."""
+    logps = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
+    old = (logps - math.log(ratio)).detach()
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    return TokenBatch(
+        logps=logps,
+        old_logps=old,
+        log_ratio=token_log_ratio(logps, old, mask),
+        advantages=torch.tensor([[advantage]], dtype=torch.float64),
+        mask=mask,
+    )
+
+
+def value_and_gradient(push: Callable[[TokenBatch], Tensor], batch: TokenBatch) -> tuple[float, float]:
+    loss = push(batch)
+    if not loss.requires_grad:
+        return loss.item(), 0.0
+    return loss.item(), torch.autograd.grad(loss.sum(), batch.logps)[0].item()
+
+
+def test_reinforce() -> None:
+    # −Â·log π = −2·(−1) = 2; d/d log π = −2; the ratio plays no part
+    assert value_and_gradient(Reinforce(), one(7.0, 2.0)) == (2.0, -2.0)
+
+
+def test_unclipped() -> None:
+    # −ρÂ = −1.5·2; d/d log π = −ρÂ, since dρ/d log π = ρ
+    assert value_and_gradient(Unclipped(), one(1.5, 2.0)) == pytest.approx((-3.0, -3.0), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),  # on-policy: −Â and −Â
+        (1.1, 2.0, -2.2, -2.2),  # inside the clip: −ρÂ
+        (1.5, 2.0, -2.4, 0.0),  # above, Â > 0: −1.2·2, cut off
+        (0.5, 2.0, -1.0, -1.0),  # below, Â > 0: min(0.5·2, 0.8·2) = 1: pulled back up
+        (1.5, -2.0, 3.0, 3.0),  # above, Â < 0: min(−3, −2.4) = −3: not bounded
+        (0.5, -2.0, 1.6, 0.0),  # below, Â < 0: min(−1, −1.6) = −1.6, cut off
+    ],
+)
+def test_clipped(ratio: float, advantage: float, value: float, gradient: float) -> None:
+    assert value_and_gradient(Clipped(0.2), one(ratio, advantage)) == pytest.approx((value, gradient), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.25, 2.0, -2.5, -2.5),  # DAPO: inside 1.28, where 0.2 would have cut
+        (1.5, 2.0, -2.56, 0.0),  # −1.28·2
+        (0.5, -2.0, 1.6, 0.0),  # the low end is still 0.8
+    ],
+)
+def test_clip_higher(ratio: float, advantage: float, value: float, gradient: float) -> None:
+    assert value_and_gradient(Clipped(0.2, 0.28), one(ratio, advantage)) == pytest.approx((value, gradient), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (3.0, -2.0, 6.0, 6.0),  # below δ = 4: as without
+        (9.0, -2.0, 8.0, 0.0),  # min(4·−2, 1.2·−2) = −8: bounded
+        (9.0, 2.0, -2.4, 0.0),  # Â > 0 is clipped at 1.2 anyway
+    ],
+)
+def test_two_sided_bound(ratio: float, advantage: float, value: float, gradient: float) -> None:
+    push = Clipped(0.2, delta=4.0)
+    assert value_and_gradient(push, one(ratio, advantage)) == pytest.approx((value, gradient), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(1.0, 2.0, 1.0), (3.0, 2.0, 3.0), (9.0, 2.0, 5.0), (9.0, -2.0, 5.0), (0.1, 2.0, 0.1)]
+)
+def test_cispo_cuts_the_weight_and_keeps_the_gradient(ratio: float, advantage: float, weight: float) -> None:
+    # −w·Â·log π with log π = −1 → w·Â; d/d log π = −w·Â, w a constant: no factor from dρ
+    expected = (weight * advantage, -weight * advantage)
+    assert value_and_gradient(DetachedWeight(5.0), one(ratio, advantage)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_on_policy_all_have_the_gradient_of_reinforce() -> None:
+    """At ρ = 1 the first-order push is −Â for every one of them."""
+    gradients = {
+        type(push).__name__: value_and_gradient(push, one(1.0, 0.7))[1]
+        for push in (Reinforce(), Unclipped(), Clipped(), DetachedWeight())
+    }
+    assert gradients == dict.fromkeys(gradients, -0.7)
+
+
+def test_equal_ends_are_the_symmetric_clip() -> None:
+    assert Clipped(0.3).high == 0.3
+    assert value_and_gradient(Clipped(0.3), one(2.0, 1.0)) == value_and_gradient(Clipped(0.3, 0.3), one(2.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "high"),
+    [(0.5, -1.0, True, False), (0.5, 1.0, False, False), (1.5, 1.0, False, True), (1.5, -1.0, False, False), (1.0, 1.0, False, False)],
+)
+def test_clip_share_counts_exactly_the_tokens_without_gradient(
+    ratio: float, advantage: float, low: bool, high: bool
+) -> None:
+    batch = one(ratio, advantage)
+    found = Clipped(0.2).diagnostics(batch)
+    assert found["clip_ratio/low_mean"].item() is low
+    assert found["clip_ratio/high_mean"].item() is high
+    assert found["clip_ratio/region_mean"].item() is (low or high)
+    assert (value_and_gradient(Clipped(0.2), batch)[1] == 0.0) is (low or high)
+
+
+def test_cispo_clip_share() -> None:
+    assert DetachedWeight(5.0).diagnostics(one(6.0, 1.0))["cispo_clip_ratio"].item() is True
+    assert DetachedWeight(5.0).diagnostics(one(6.0, -1.0))["cispo_clip_ratio"].item() is False
+    assert DetachedWeight(5.0).diagnostics(one(4.0, 1.0))["cispo_clip_ratio"].item() is False
+
+
+def test_by_name_with_trls_settings() -> None:
+    assert surrogate("clipped", 0.2, 0.28, 4.0) == Clipped(0.2, 0.28, 4.0)
+    assert surrogate("cispo", 0.2, 5.0, None) == DetachedWeight(5.0)
+    assert surrogate("cispo", 0.2, None, None) == DetachedWeight(0.2)  # TRL's own default, poor as it is
+    assert surrogate("reinforce", 0.2, None, None) == Reinforce()
+    assert surrogate("unclipped", 0.2, None, None) == Unclipped()
+
+
+def test_the_door() -> None:
+    with pytest.raises(ValueError, match=r"`surrogate` is 'cliped'; it must be one of .*clipped"):
+        surrogate("cliped", 0.2, None, None)
+    with pytest.raises(ValueError, match=r"`delta`=4.0 .* no effect on 'reinforce'"):
+        surrogate("reinforce", 0.2, None, 4.0)
+    for low in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"`epsilon` \(low\)"):
+            Clipped(low)
+    with pytest.raises(ValueError, match="`epsilon_high` is -0.1"):
+        Clipped(0.2, -0.1)
