@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from grpo_lab.advantages.groups import by_group, is_dead, scorable
+from grpo_lab.advantages.groups import by_group, group_average, scorable
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,10 @@ class LeaveOneOut:
     """Â_i = r_i − mean(r_j, j ≠ i) = (r_i − mean r) · n/(n − 1), n scorable completions of the group.
 
     Source: RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 8). Unbiased. A group with a single scorable
-    completion has no baseline and gets 0.
+    completion has no baseline and gets 0. The second form is computed: it loses no digits to a large common offset.
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         count = (~grouped.isnan()).sum(dim=1, keepdim=True)
-        others = (grouped.nansum(dim=1, keepdim=True) - grouped) / (count - 1).clamp(min=1)
-        advantages = torch.where(is_dead(grouped).unsqueeze(1), torch.zeros_like(grouped), grouped - others)
-        return scorable(advantages.reshape(-1))
+        return scorable(((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1)).reshape(-1))

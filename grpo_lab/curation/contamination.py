@@ -174,13 +174,15 @@ class EvaluationIndex:
             dtype=numpy.float32,
             workers=self.workers,
         )
+        item_lengths = numpy.array([len(item) for item in self._items])
+        strict = max(self.similarity, _SIMILARITY_OF_SHORT)
         results: list[Contamination | None] = [None] * len(templates)
         for row in numpy.flatnonzero(table.max(axis=1) > 0).tolist():
-            item = int(table[row].argmax())
-            score = float(table[row, item])
-            shorter = min(len(templates[row]), len(self._items[item]))
-            needed = max(self.similarity, _SIMILARITY_OF_SHORT) if shorter < _SHORT else self.similarity
-            if score >= needed - 1e-6 and self._says_something(templates[row], _CONTENT_WORDS_IN_TEMPLATE):
+            short = numpy.minimum(item_lengths, len(templates[row])) < _SHORT
+            enough = table[row] >= numpy.where(short, strict, self.similarity) - 1e-6
+            item = int(numpy.where(enough, table[row], -1).argmax())
+            if enough[item] and self._says_something(templates[row], _CONTENT_WORDS_IN_TEMPLATE):
+                score = float(table[row, item])
                 results[row] = Contamination(item, "near", f"similarity {score:.2f} with numbers masked", score)
         return results
 

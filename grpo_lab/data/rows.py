@@ -73,7 +73,9 @@ def _read_file(path: Path) -> list[Row]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); one object a line (setting: source)") from None
+                raise ValueError(
+                    f"{path}, line {number}: not JSON ({error}); one object a line (setting: source)"
+                ) from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line (setting: source)")
             rows.append(row)

@@ -96,7 +96,9 @@ SAVINGS = Family(
         Move("*", "A lucky bet makes the money {k} times as much.", _SAVED),
         Move("/", "{name} spends half of the money on a gift.", _SAVED, fixed=2),
         Move("-*", "{name} buys {a} tickets for {k} dollars each.", _SAVED, "The tickets cost {calc} dollars."),
-        Move("+*", "{name} walks dogs for {a} days and gets {k} dollars a day.", _SAVED, "The dogs bring {calc} dollars."),
+        Move(
+            "+*", "{name} walks dogs for {a} days and gets {k} dollars a day.", _SAVED, "The dogs bring {calc} dollars."
+        ),
     ),
     question="How many dollars does {name} have in the end?",
 )

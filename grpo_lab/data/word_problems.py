@@ -9,14 +9,19 @@
 **Splits are disjoint by construction.** A problem's arithmetic (family, operations and numbers in order, without names
 and things) is hashed, and the hash alone decides whether it is a ``train``, ``cold_start`` or ``test`` problem. So a
 test problem is never a training problem with other names in it, whatever the seeds and sizes.
+
+**Careless solutions.** With ``misread`` the worked solutions are those of a writer who at times takes multiplicative
+events for additive ones ("3 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6").
+Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
+something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -32,6 +37,27 @@ _SPLIT_OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
 SPLITS = tuple(dict.fromkeys(_SPLIT_OF_TENTH))
 _MOST_STEPS = 8
 _PATIENCE = 20_000  # draws in a row without a new problem of the split before we say that there is none
+
+
+# What a careless reader makes of multiplicative events: adds for times, takes away for shares, forgets "each".
+_MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A move with its numbers, and with the operation that the writer of the solution sees in it."""
+
+    move: Move
+    numbers: tuple[int, int]
+    slots: dict[str, str]
+    misread: bool = False
+
+    @property
+    def operation(self) -> str:
+        return _MISREADING[self.move.op] if self.misread else self.move.op
+
+
+Misreading = Callable[[Sequence[Event]], Sequence[Event]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +85,7 @@ def word_problems(
     template: str | PromptTemplate = "chat",
     *,
     largest: int = 100,
+    misread: float = 0.0,
     system_prompt: str | None = None,
 ) -> Dataset:
     """``n`` different word problems as a data set.
@@ -70,6 +97,8 @@ def word_problems(
         families: names out of ``FAMILIES``; None for all.
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
+        misread: chance that ``worked_solution`` misreads a multiplicative event (see above). ``solution`` and the
+            problems themselves do not depend on it.
         system_prompt: system turn, for template ``chat`` alone.
 
     Returns:
@@ -81,7 +110,7 @@ def word_problems(
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 problem is needed")
     form = find_template(template, system_prompt)
-    problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest), n))
+    problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest, misread=misread), n))
     if len(problems) < n:
         raise ValueError(
             f"only {len(problems)} different problems were found for split={split!r}, steps={tuple(steps)}, "
@@ -109,14 +138,23 @@ def iter_word_problems(
     families: Sequence[str] | None = None,
     *,
     largest: int = 100,
+    misread: float = 0.0,
 ) -> Iterator[WordProblem]:
     """The stream behind ``word_problems``: no question twice; ends when no new one turns up."""
     chosen = _checked_families(split, steps, families, largest)
+    if not 0.0 <= misread <= 1.0:
+        raise ValueError(f"misread is {misread}; a share between 0 and 1 is needed")
     rng = random.Random(f"{seed}/{split}")
+    reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
+
+    def careless(events: Sequence[Event]) -> Sequence[Event]:
+        flags = [reader.random() < misread and event.move.op in _MISREADING for event in events]
+        return [replace(event, misread=flag) for event, flag in zip(events, flags, strict=True)]
+
     seen: set[bytes] = set()
     misses = 0
     while misses < _PATIENCE:
-        problem = _tell_until_told(rng, rng.choice(chosen), rng.randint(*steps), largest)
+        problem = _tell_until_told(rng, rng.choice(chosen), rng.randint(*steps), largest, careless)
         mark = b"" if problem is None else hashlib.sha256(problem.question.encode()).digest()[:16]
         if problem is None or problem.split != split or mark in seen:
             misses += 1
@@ -126,13 +164,13 @@ def iter_word_problems(
         yield problem
 
 
-def _checked_families(
-    split: str, steps: tuple[int, int], families: Sequence[str] | None, largest: int
-) -> list[Family]:
+def _checked_families(split: str, steps: tuple[int, int], families: Sequence[str] | None, largest: int) -> list[Family]:
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SPLITS)} (setting: split)")
     if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= _MOST_STEPS:
-        raise ValueError(f"steps is {steps!r}; a pair (fewest, most) with 1 <= fewest <= most <= {_MOST_STEPS} is needed")
+        raise ValueError(
+            f"steps is {steps!r}; a pair (fewest, most) with 1 <= fewest <= most <= {_MOST_STEPS} is needed"
+        )
     if largest < 10:
         raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
     names = list(FAMILIES) if families is None else list(families)
@@ -142,54 +180,69 @@ def _checked_families(
     return [FAMILIES[name] for name in names]
 
 
-def _tell_until_told(rng: random.Random, family: Family, steps: int, largest: int) -> WordProblem | None:
+def _tell_until_told(
+    rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading
+) -> WordProblem | None:
     """Dead ends are told anew with as many steps, or long problems would be rarer than asked."""
-    tellings = (_tell(rng, family, steps, largest) for _ in range(50))
+    tellings = (_tell(rng, family, steps, largest, misread) for _ in range(50))
     return next((problem for problem in tellings if problem is not None), None)
 
 
-def _tell(rng: random.Random, family: Family, steps: int, largest: int) -> WordProblem | None:
+def _tell(rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading) -> WordProblem | None:
     """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
     people = rng.sample(NAMES, steps + 1)
-    slots = {"name": people[0], "item": rng.choice(family.items)}
-    told: list[str] = []
-    lines: list[str] = []
-    arithmetic: list[str] = []
+    item = rng.choice(family.items)
+    events: list[Event] = []
     value: int | None = None
-    turn = 0
-    while len(lines) < steps:
+    left_steps = steps
+    while left_steps:
         moves = family.openings if value is None else family.moves
-        move = rng.choice([move for move in moves if move.steps <= steps - len(lines)])
+        move = rng.choice([move for move in moves if move.steps <= left_steps])
         numbers = _numbers(rng, move, value, largest)
         if numbers is None:
             return None
-        turn += 1
-        slots |= {"before": people[turn - 1], "other": people[turn], "last": people[turn]}
-        slots |= {"a": str(numbers[0]), "k": str(numbers[1])}
-        arithmetic.append(f"{'' if value else numbers[0]}{move.op}{numbers[1]}" + f"@{numbers[0]}" * (move.steps - 1))
-        told.append(move.text.format(**slots))
-        value = _solve(move, value, numbers, slots, lines)
+        turn = len(events) + 1
+        slots = {
+            "name": people[0],
+            "item": item,
+            "before": people[turn - 1],
+            "other": people[turn],
+            "last": people[turn],
+        }
+        events.append(Event(move, numbers, slots | {"a": str(numbers[0]), "k": str(numbers[1])}))
+        left_steps -= move.steps
+        value = _solve(events)[1]
+    told = [event.move.text.format(**event.slots) for event in events]
+    lines, answer = _solve(misread(events))
+    if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
+        lines, answer = _solve(events)
     return WordProblem(
-        question=" ".join([*told, family.question.format(**slots)]),
-        worked_solution="\n".join([*lines, f"#### {value}"]),
+        question=" ".join([*told, family.question.format(**events[-1].slots)]),
+        worked_solution="\n".join([*lines, f"#### {answer}"]),
         solution=str(value),
         family=family.name,
         steps=steps,
-        arithmetic=f"{family.name}:{' '.join(arithmetic)}",
+        arithmetic=f"{family.name}:" + " ".join(f"{e.numbers[0]}{e.move.op}{e.numbers[1]}" for e in events),
     )
 
 
-def _solve(move: Move, value: int | None, numbers: tuple[int, int], slots: dict[str, str], lines: list[str]) -> int:
-    """Appends the move's solution lines; returns the new value."""
-    left, right = numbers
-    if move.steps == 2:
-        assert value is not None
-        lines.append(move.side_line.format(calc=_calculation(left, "*", right), **slots))
-        left, right = value, left * right
-    elif value is not None:
-        left = value
-    lines.append(move.line.format(calc=_calculation(left, move.op[0], right), **slots))
-    return _result(left, move.op[0], right)
+def _solve(events: Sequence[Event]) -> tuple[list[str], int | None]:
+    """Solution lines and final value; None as soon as a value is not whole and positive."""
+    lines: list[str] = []
+    value: int | None = None
+    for event in events:
+        left, right = event.numbers
+        operation = event.operation
+        if len(operation) == 2:
+            lines.append(event.move.side_line.format(calc=f"{left}*{right}={left * right}", **event.slots))
+            right = left * right
+        if value is not None:
+            left = value
+        value = _result(left, operation[0], right)
+        if value is None:
+            return lines, None
+        lines.append(event.move.line.format(calc=f"{left}{operation[0]}{right}={value}", **event.slots))
+    return lines, value
 
 
 def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
@@ -234,9 +287,8 @@ def _right_operands(move: Move, left: int, largest: int) -> list[int]:
     return [k for k in ks if (move.op != "/" or left % k == 0) and move.fixed in (None, k)]
 
 
-def _result(left: int, op: str, right: int) -> int:
-    return {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[op]
-
-
-def _calculation(left: int, op: str, right: int) -> str:
-    return f"{left}{op}{right}={_result(left, op, right)}"
+def _result(left: int, operation: str, right: int) -> int | None:
+    if operation == "/":
+        return left // right if left % right == 0 else None
+    result = {"+": left + right, "-": left - right, "*": left * right}[operation]
+    return result if result > 0 else None

@@ -38,7 +38,7 @@ def terminal_summary(
     if after.sampled:
         console.print(f"sampled: {describe_sampling(after)}", style="dim", markup=False, highlight=False)
     for warning in _warnings(after):
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     lines = [
         f"run time: {duration(seconds)}" if seconds is not None else None,
         f"model: {model_path}" if model_path is not None else None,

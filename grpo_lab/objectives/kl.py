@@ -6,12 +6,14 @@ With x = log π_ref − log π at a token sampled from π:
 name   value         as an estimate of KL(π‖π_ref)         gradient when put *in the loss*, on-policy
 =====  ============  ====================================  ===========================================
 k1     −x            unbiased, can be negative             0 in expectation: does nothing
-k2     x²/2          biased                                exact reverse-KL gradient
-k3     eˣ − x − 1    unbiased, ≥ 0                         (1 − eˣ)∇log π: another direction
+k2     x²/2          biased                                reverse KL of each next token, exactly
+k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(π_ref‖π) of each next token
 =====  ============  ====================================  ===========================================
 
-*In the reward* (no gradient through the estimate) k1 gives the exact gradient. TRL's default
-(``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2 in the loss.
+"Of each next token": the probabilities of the prefixes are held fixed, so a token is not charged for the divergence that
+it leads to later. *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of
+the KL of whole completions exactly. TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy
+exactly the gradient of k2 in the loss.
 
 Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555).
 The table is checked by exact enumeration in ``tests/reference/test_kl_gradients.py``.

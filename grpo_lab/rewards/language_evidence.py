@@ -8,7 +8,8 @@ Two offline sources, both with their data inside the wheel:
   rare words). Its confidences share out a small frequency, that of a word just too rare for the lists.
 
 Capitalised words are mostly names, and a name says little about the language around it: they get a constant on top in
-every language, so that a frequent function word keeps its evidence ("The") and a name follows its neighbours.
+every language, so that a frequent function word keeps its evidence ("The") and a name follows the text it stands in. A name
+known across borders (José, Paulo) is in most lists, a German noun in one or two: the constant is larger for the first.
 
 Not from a paper: R1 (arXiv 2501.12948, section 2.3.2) defines the reward and not how words are assigned to languages.
 """
@@ -35,10 +36,11 @@ Likelihoods = NDArray[np.float64]
 
 UNSEEN = 1e-7
 """Frequency given to a word in a language whose list lacks it (the lists end at 1e-6: a word in a million)."""
+LISTED = 5e-7  # between the lists' least frequency and what a word gets without being in any
 FOREIGN = 3e-7
 """p(w | no language we know): a word that no language explains better than this counts as ``other``."""
-NAME = 1e-5
-"""Added to every language (and ``other``) for a capitalised word."""
+NAME, KNOWN_NAME = 1e-5, 1e-3
+"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists or more have it."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
@@ -62,7 +64,8 @@ def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
             known = _guessed(word.text, languages)
         table[row, :-1] = UNSEEN if known is None else known
         if word.capitalised:
-            table[row] += NAME
+            listed_in = int((table[row, :-1] > LISTED).sum())
+            table[row] += KNOWN_NAME if 2 * listed_in >= len(languages) else NAME
     return table
 
 

@@ -66,8 +66,8 @@ def _maximise(
     for _ in range(ITERATIONS):
         joint = likelihoods * weights
         explained = (counts / joint.sum(axis=1)) @ joint
-        previous, shares = shares, explained / counts.sum()
-        weights = (explained + prior) / (counts.sum() + prior.sum())
-        if np.abs(shares - previous).max() < TOLERANCE:
+        shares = explained / counts.sum()
+        previous, weights = weights, (explained + prior) / (counts.sum() + prior.sum())
+        if np.abs(weights - previous).max() < TOLERANCE:
             break
     return shares

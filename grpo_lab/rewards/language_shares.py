@@ -100,7 +100,7 @@ def _without_foreign_names(sizes: Mapping[str, float], groups: Mapping[str, Sequ
     main = max(sizes, key=lambda group: sizes[group], default=OTHER)
     remaining = dict(sizes)
     forgivable = MOST_NAMES * sum(sizes.values())
-    for group in CASED & sizes.keys() - {main}:
+    for group in sorted(CASED & sizes.keys() - {main}):
         capitals = sum(word.capitalised for word in groups[group])
         names = max(0.0, capitals - CAPITALS_PER_WORD * (len(groups[group]) - capitals))
         forgiven = min(names, forgivable)

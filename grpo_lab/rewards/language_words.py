@@ -2,8 +2,8 @@
 
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
 formulas (``$…$``, ``\\(…\\)``, ``\\[…\\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
-or underscores, camelCase, single consonants, unit and function symbols. Names are handled where evidence is weighed
-(``language_evidence``), since no rule on one word can tell them.
+or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
+evidence is weighed (``language_evidence``, ``language_shares``), since no rule on one word can tell them.
 
 Two rules keep the neutral places from being used to hide prose: characters of other scripts than Latin and Greek count
 wherever they stand (code and formulas are written in Latin and Greek letters), and the contents of ``\\text{…}`` count as
@@ -142,7 +142,8 @@ def _latin_word(token: str, text: str, end: int) -> tuple[Word, ...]:
     """An ASCII token, unless it is code, a variable or a symbol."""
     if not token.replace("'", "").isalpha():
         return ()
-    if _CAMEL.search(token) or text[end : end + 1] == "(":
+    is_label = 2 <= len(token) <= 3 and token.isupper()  # a triangle ABC, the EU
+    if is_label or _CAMEL.search(token) or text[end : end + 1] == "(":
         return ()
     return tuple(_piece_words(token, "latin"))
 

@@ -93,9 +93,11 @@ def _build(architecture: str, sizes: dict[str, Any], seed: int) -> PreTrainedMod
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    config = Qwen2Config if architecture == "qwen2" else Qwen3Config
+    build: Any = Qwen2ForCausalLM if architecture == "qwen2" else Qwen3ForCausalLM
+    if architecture == "qwen2":
+        sizes = {name: size for name, size in sizes.items() if name != "head_dim"}  # Qwen2 has no such setting
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if architecture == "qwen2":
-            del sizes["head_dim"]
-            return Qwen2ForCausalLM(Qwen2Config(**sizes)).float()
-        return Qwen3ForCausalLM(Qwen3Config(**sizes)).float()
+        model: PreTrainedModel = build(config(**sizes)).float()
+    return model

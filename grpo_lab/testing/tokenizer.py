@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.word_problem_families import NAMES, all_phrases
 
@@ -39,10 +39,9 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     from transformers import Qwen2Tokenizer
 
     vocab, merges = _byte_pairs()
+    model: dict[str, Any] = {"vocab": vocab, "merges": merges, "unk_token": None}
     return Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        unk_token=None,
+        **model,
         pad_token=PAD,
         eos_token=END,
         additional_special_tokens=[START],

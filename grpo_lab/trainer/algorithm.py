@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_lab.advantages import AdvantageRule, advantage_rule
 from grpo_lab.objectives import Aggregation, KLTerm, Objective, Surrogate, aggregation, preset, surrogate
+from grpo_lab.objectives.ratios import RATIO_LEVELS
 from grpo_lab.trainer.settings import AdvantageSettings, KLSettings, LabSettings, ObjectiveSettings, load_object
 
 #: preset → (TRL's loss_type, importance_sampling_level) that say the same; ``reinforce`` has no counterpart.
@@ -65,7 +66,7 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
     row = preset(chosen.name) if chosen.name is not None else preset("grpo")
-    ratio = chosen.ratio or row.ratio
+    ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio")
     epsilon = args.epsilon if chosen.epsilon is None else chosen.epsilon
     epsilon_high = args.epsilon_high if chosen.epsilon_high is None else chosen.epsilon_high
     delta = args.delta if chosen.delta is None else chosen.delta
@@ -97,9 +98,8 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     push = _surrogate(kind, args.epsilon, args.epsilon_high, args.delta if kind == "clipped" else None)
     kl = _kl_term(args, settings.kl)
-    objective = Objective(
-        args.loss_type, push, aggregation(LOSS_TYPES[args.loss_type]), args.importance_sampling_level, kl
-    )
+    ratio = _ratio(args.importance_sampling_level, "importance_sampling_level")
+    objective = Objective(args.loss_type, push, aggregation(LOSS_TYPES[args.loss_type]), ratio, kl)
     names = {
         "objective": f"trl:{args.loss_type}",
         "advantage": rule_name if rule else f"trl:{args.scale_rewards}",
@@ -135,6 +135,12 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
     return KLTerm(coefficient, chosen.estimator, chosen.placement, ratio_weighted=bool(chosen.ratio_weighted))
+
+
+def _ratio(level: str, setting: str) -> str:
+    if level not in RATIO_LEVELS:
+        raise ValueError(f"`{setting}` is {level!r}; it must be one of {RATIO_LEVELS}")
+    return level
 
 
 def _surrogate(chosen: Any, epsilon: float, epsilon_high: float | None, delta: float | None) -> Surrogate:

@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from grpo_lab.objectives import preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
+from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
@@ -70,6 +71,7 @@ class LabConfig(GRPOConfig):
         return config
 
     def __post_init__(self) -> None:
+        check_batch_sizes(self)
         super().__post_init__()
         self.agree()
 

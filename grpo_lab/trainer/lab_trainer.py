@@ -20,7 +20,7 @@ from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
-from grpo_lab.trainer.door import check_inputs
+from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import EXTREMES, MetricBook, add_token_metric, reward_metrics
@@ -87,6 +87,17 @@ class LabTrainer(GRPOTrainer):
         """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False."""
         assert self.algorithm.objective is not None
         return self.algorithm.objective.token_loss(batch)
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        ids, images, fields = super()._tokenize_prompts(prompts)
+        limit = self.args.vllm_max_model_length if self.use_vllm else None
+        config = self.accelerator.unwrap_model(self.model).config
+        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
+        if risk is not None:
+            self.say(risk, key="context")
+        return ids, images, fields
 
     # -- rewards and advantages --------------------------------------------------------------------------------------
 
@@ -230,8 +241,9 @@ class LabTrainer(GRPOTrainer):
             micro_batches=accumulation,
         )
         self.record_tokens(batch)
-        if mode == "eval" or self.accelerator.sync_gradients:
-            self._books[mode].reduce(self.accelerator)
+        book = self._books[mode]
+        if mode == "eval" or self.accelerator.sync_gradients or book.mean_of_means:  # then each micro-batch is a mean
+            book.reduce(self.accelerator)
         return self.algorithm.objective.aggregate(self.token_loss(batch), batch.mask, denominators)
 
     def _same_trl_path(self, inputs: dict[str, Any]) -> bool:
@@ -344,7 +356,7 @@ class LabTrainer(GRPOTrainer):
         said: set[str] = self.__dict__.setdefault("_said", set())
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
-            logger.warning(message) if key == "truncated" else logger.info(message)
+            logger.warning(message) if key in ("truncated", "context") else logger.info(message)
 
     def _prove(self) -> None:
         if self.algorithm.objective is None:

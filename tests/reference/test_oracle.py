@@ -135,7 +135,6 @@ def flipped(batch: TokenBatch) -> Tensor:
 
 def test_the_comparison_can_fail() -> None:
     """A flipped sign, or a clip that is forgotten, does not pass."""
-    batch = random_batch(0)
     for wrong in (flipped, Unclipped()):
         with pytest.raises(AssertionError):
-            compare(batch, "clipped", wrong, "token", "token_mean", None, {"low": 0.2, "high": 0.2})
+            compare(random_batch(0), "clipped", wrong, "token", "token_mean", None, {"low": 0.2, "high": 0.2})

@@ -92,6 +92,19 @@ def test_short_texts_are_not_contaminated_by_chance(text: str, item: str) -> Non
     assert contaminated([item], [item]) == [True]
 
 
+def test_below_twenty_words_near_takes_more() -> None:
+    item = "Ann has 4 cups and Bob has 9 plates. How many things do they have together now?"  # 17 words
+    two = item.replace("Ann", "Eve").replace("plates", "forks")  # 15 of 17 words stay: 0.88
+    three = two.replace("things", "pieces")  # 14 of 17: 0.82
+    assert [reason(two, item), reason(three, item)] == ["near", None]
+    # a short item that is close, but not close enough, does not hide a longer one that is
+    longer = item.replace("now?", "now in their big old kitchen at home?")
+    text = longer.replace("Ann", "Eve").replace("Bob", "Jim").replace("plates", "forks").replace("things", "pieces")
+    found = find_contamination([text], [item, longer])[0]
+    assert found is not None
+    assert found.item == 1
+
+
 def test_a_short_item_counts_where_it_is_most_of_the_text() -> None:
     assert (
         reason("Please, factor the polynomial x cubed minus one.", "Factor the polynomial x cubed minus one.")
@@ -143,9 +156,9 @@ def test_any_text_goes_in_and_planted_items_are_found(texts: list[str], items: l
 
 def test_hostile_text_takes_no_time() -> None:
     hostile = ["a" * 100_000, "1 " * 50_000, "\\frac{" * 15_000, "how many " * 12_000, "1,000," * 15_000, "\ud800" * 9]
-    started = time.perf_counter()
+    started = time.process_time()
     assert contaminated(hostile, [ITEM, OTHER] * 50) == [False] * len(hostile)
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize(

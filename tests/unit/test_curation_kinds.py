@@ -104,9 +104,9 @@ def test_every_text_has_a_kind(text: str) -> None:
     ],
 )
 def test_hostile_text_takes_no_time(piece: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert question_kind(piece * (100_000 // len(piece)) + "x") in KINDS
-    assert time.perf_counter() - started < 2  # 0.1 s here; quadratic patterns take minutes
+    assert time.process_time() - started < 2  # 0.1 s here; quadratic patterns take minutes
 
 
 def test_a_question_is_a_string() -> None:

@@ -74,7 +74,10 @@ def test_a_column_of_mixed_types_becomes_text(tmp_path: Path) -> None:
 
 
 BAD_FILES = [
-    ([{"question": "Q?", "reply": "#### 1"}], r"missing column: one of answer.* is needed.*columns are question, reply"),
+    (
+        [{"question": "Q?", "reply": "#### 1"}],
+        r"missing column: one of answer.* is needed.*columns are question, reply",
+    ),
     ([{"text": "Q?", "answer": "#### 1"}], r"missing column: one of question, problem is needed.*text, answer"),
     ([ROW, ROW | {"answer": "so it is 5"}], r"row 2: no answer after '####'.*'so it is 5'"),
     ([ROW | {"answer": "so it is\n#### "}], r"row 1: no answer after '####'"),
@@ -114,7 +117,9 @@ def test_the_real_rows(grpo_lab_data: Path, split: str, rows: int) -> None:
     loaded = load_gsm8k(grpo_lab_data / "gsm8k", split=split, template="r1")
     assert len(loaded) == rows
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", gold) for gold in loaded["solution"])
-    assert all(worked.endswith(gold) or "," in worked for worked, gold in zip(loaded["worked_solution"], loaded["solution"]))
+    assert all(
+        worked.endswith(gold) or "," in worked for worked, gold in zip(loaded["worked_solution"], loaded["solution"])
+    )
     first = {"train": "72", "test": "18"}  # Natalia's clips; Janet's ducks
     assert loaded[0]["solution"] == first[split]
 

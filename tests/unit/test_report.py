@@ -79,7 +79,7 @@ def whole_run(folder, steps=60):
             "entropy": 1.0 - 0.01 * step, "clip_ratio/region_mean": 0.002, "completions/clipped_ratio": 0.1,
             "groups/dead_share": 0.2 + 0.005 * step, "completions/mean_length_correct": 60.0,
             "completions/mean_length_incorrect": 90.0 - 0.1 * step, "rewards/accuracy_reward/mean": 0.3,
-            "rewards/think_format_reward/mean": 0.9, "update/tokens_computed": 4000.0, "update/tokens_saved": 1000.0,
+            "rewards/think_format_reward/mean": 0.9, "update/tokens_computed": 4000.0, "update/tokens_stock": 9000.0,
         }
         for step in range(1, steps + 1)
     ]  # fmt: skip
@@ -286,18 +286,26 @@ def test_model_text_is_shown_and_never_becomes_markup(tmp_path, attack):
         assert page.text.count("(empty completion)") == 4
 
 
+@pytest.mark.parametrize("steps", [8, 30], ids=["dots", "smoothed"])
 @pytest.mark.parametrize("attack", ATTACKS[:9])
-def test_names_from_the_run_are_escaped_too(tmp_path, attack):
+def test_names_from_the_run_are_escaped_too(tmp_path, attack, steps):
     (tmp_path / "run.json").write_text(
         json.dumps({"name": attack, "model": attack, attack: attack, "settings": {attack: attack}})
     )
     rows = [
-        {"step": s, f"rewards/{attack}/mean": s, "rewards/other/mean": 1, "reward": 1, attack: s} for s in range(30)
+        {"step": s, f"rewards/{attack}/mean": s, "rewards/other/mean": 1, "reward": 1, attack: s} for s in range(steps)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = page_of(tmp_path)
     assert_self_contained(page)
     assert " ".join(attack.split()) in page.text
+
+
+def test_invisible_characters_are_shown_by_hand():
+    """A text must not be able to reverse, hide or clear what stands around it."""
+    assert visible("a\x00b\x1b[2J\x7f\x85\r\nc\td") == "a␀b␛[2J␡⟨U+0085⟩\nc\td"
+    assert visible("\u202egnirts\u2066\u200f") == "⟨U+202E⟩gnirts⟨U+2066⟩⟨U+200F⟩"
+    assert visible("𝕬 ﷺ א 漢字 🧮") == "𝕬 ﷺ א 漢字 🧮"
 
 
 def test_the_page_forbids_scripts_and_the_network_itself(tmp_path):

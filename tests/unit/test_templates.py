@@ -11,7 +11,9 @@ def test_r1_is_the_papers_conversation() -> None:
     prompt = apply_template("How many?", "r1")
     assert isinstance(prompt, str)
     assert prompt.startswith("A conversation between User and Assistant. The user asks a question")
-    assert "<think> reasoning process here </think> <answer> answer here </answer>. User: How many? Assistant:" in prompt
+    assert (
+        "<think> reasoning process here </think> <answer> answer here </answer>. User: How many? Assistant:" in prompt
+    )
     assert prompt.endswith("Assistant:")  # the model opens <think> itself, so that the format reward can see it
 
 

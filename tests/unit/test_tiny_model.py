@@ -27,7 +27,7 @@ def test_every_text_comes_back(text: str) -> None:
 
 def test_a_number_is_its_digits_wherever_it_stands() -> None:
     assert TOKENIZER.tokenize("12*3=36") == ["1", "2", "*", "3", "=", "3", "6"]
-    assert TOKENIZER.tokenize(" 12 and x12.\n#### 12") == [
+    assert TOKENIZER.tokenize(" 12 andx12.\n#### 12") == [
         "Ġ", "1", "2", "Ġand", "x", "1", "2", ".Ċ", "####", "Ġ", "1", "2",
     ]  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_each_word_of_the_problems_is_one_token() -> None:
     for _ in range(500):
         problem = next(stream)
         for piece in TOKENIZER.tokenize(problem.question + "\n" + problem.worked_solution):
-            letters = piece.removeprefix("Ġ")
+            letters = piece.replace("Ġ", "").replace("Ċ", "")
             assert len(letters) != 1 or not letters.isalpha() or letters in "Aa", (piece, problem.question)
 
 
@@ -72,10 +72,14 @@ def test_saved_and_loaded_they_are_the_same(tmp_path: Path, architecture: str, t
     tokenizer.save_pretrained(tmp_path)
     loaded, words = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
-    prompts = [words.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in word_problems(4)["prompt"]]
-    assert prompts == [
-        tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in word_problems(4)["prompt"]
-    ]
+    prompts, before = (
+        [
+            t.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            for prompt in word_problems(4)["prompt"]
+        ]
+        for t in (words, tokenizer)
+    )
+    assert prompts == before
     batch, again = (t([*prompts, "Zürich 漢字 #1"], return_tensors="pt", padding=True) for t in (tokenizer, words))
     assert torch.equal(batch["input_ids"], again["input_ids"])
     assert batch["attention_mask"][0, 0] == 0 or batch["attention_mask"][-1, 0] == 0  # padded on the left
@@ -111,7 +115,9 @@ def test_generate_stops_and_pads() -> None:
 
 
 def test_around_the_real_qwen3_tokenizer(grpo_lab_data: Path) -> None:
-    model, tokenizer = tiny_model("qwen3", tokenizer=grpo_lab_data / "tokenizers" / "qwen3", hidden_size=16, num_heads=2)
+    model, tokenizer = tiny_model(
+        "qwen3", tokenizer=grpo_lab_data / "tokenizers" / "qwen3", hidden_size=16, num_heads=2
+    )
     assert model.config.vocab_size == len(tokenizer) == 151_669
     assert tokenizer.decode(tokenizer("12 漢字")["input_ids"]) == "12 漢字"
     assert model.config.eos_token_id == tokenizer.eos_token_id

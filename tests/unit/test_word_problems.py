@@ -117,7 +117,9 @@ def test_same_seed_same_rows_and_a_longer_call_begins_with_the_shorter() -> None
 
 def test_rows_are_the_same_in_another_process() -> None:
     """Nothing depends on Python's salted hash."""
-    code = "from grpo_lab.data import iter_word_problems as w; print([next(s).question for s in [w(9)] for _ in range(5)])"
+    code = (
+        "from grpo_lab.data import iter_word_problems as w; print([next(s).question for s in [w(9)] for _ in range(5)])"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     stream = iter_word_problems(9)
     assert other.stdout.strip() == str([next(stream).question for _ in range(5)])

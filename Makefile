@@ -1,0 +1,52 @@
+# Two commands do everything on a bare clone: `make train` and `make test`. `make help` lists the rest.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE ?= recipes/quickstart/dr_grpo.yaml
+PYTEST_WORKERS ?= 2
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup setup-vllm train test test-fast lint types format bench bench-update clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## .venv with everything but engines (idempotent; CPU or CUDA torch as the machine has)
+
+$(VENV)/.ready: pyproject.toml scripts/setup_env.sh scripts/constraints.txt
+	bash scripts/setup_env.sh "$(PYTHON)" "$(VENV)"
+	touch $@
+
+setup-vllm: setup  ## vLLM: the CPU build on a Linux machine without a GPU, else the official package
+	$(BIN)/python scripts/setup_vllm.py
+
+train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
+	$(BIN)/grpo-lab train --config $(RECIPE) --overwrite
+
+test: setup setup-vllm lint types  ## lint, types and the whole suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+
+test-fast: setup  ## the part of the suite that takes under two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not vllm"
+
+lint: setup  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## mypy, strict on the pure rooms
+	$(BIN)/mypy
+
+format: setup  ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-update  ## all benchmarks
+
+bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
+	$(BIN)/python scripts/bench_update.py
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

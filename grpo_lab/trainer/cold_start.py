@@ -1,0 +1,46 @@
+"""Cold start: supervised training on worked solutions with TRL's SFTTrainer, before any reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from grpo_lab.trainer.settings import refuse_unknown
+
+
+def cold_start(
+    model: Any,
+    tokenizer: Any,
+    rows: Dataset,
+    output_dir: Path,
+    arguments: dict[str, Any],
+    callbacks: list[Any] | None = None,
+) -> Any:
+    """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Returns the model.
+
+    Raises:
+        ValueError: no column ``worked_solution``, or an unknown setting of ``trl.SFTConfig`` (with the nearest match).
+    """
+    if "worked_solution" not in rows.column_names:
+        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
+    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **arguments}
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings),
+        train_dataset=rows.map(_as_pair, remove_columns=rows.column_names),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+def _as_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """TRL's prompt-completion form, as text or as messages, whichever the prompt is."""
+    if isinstance(row["prompt"], str):
+        return {"prompt": row["prompt"], "completion": row["worked_solution"]}
+    return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["worked_solution"]}]}

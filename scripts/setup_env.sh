@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Makes the virtual environment: setup_env.sh PYTHON VENV. Safe to run again.
+# torch comes first, so that nothing else pulls a build that the machine cannot use: with a GPU the default build,
+# without one the CPU build (its index is asked once, quickly; a local wheel or mirror serves as well).
+set -euo pipefail
+python="$1" venv="$2" here="$(cd "$(dirname "$0")" && pwd)"
+
+"$python" - <<'PY' || { echo "grpo_lab needs Python >= 3.10: make setup PYTHON=python3.11" >&2; exit 1; }
+import sys
+sys.exit(sys.version_info < (3, 10))
+PY
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+"${pip[@]}" install --quiet --upgrade "pip>=24"
+
+torch="$(grep -E '^torch==' "$here/constraints.txt")"
+if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+        "${pip[@]}" install --quiet "$torch"
+    else
+        "${pip[@]}" install --quiet --retries 0 --timeout 20 --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    fi
+fi
+"${pip[@]}" install --quiet -c "$here/constraints.txt" -e "$here/..[dev]"
+"$venv/bin/python" -c 'import torch, transformers, trl; print(f"environment ready: torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")'

@@ -1,0 +1,155 @@
+"""What every preset must do, from rewards to gradient. A new paper is one row in ``PRESETS``, and comes here by itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from reference import oracle
+from reference.cases import DENOMINATORS, FOUR, oracle_rows, padded, random_batch, rebuilt, rows_of
+from torch import Tensor
+
+from grpo_lab.advantages import advantage_rule
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation, preset, surrogate
+from grpo_lab.objectives.ratios import RATIO_LEVELS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
+HIGH = {"dapo": 0.28, "cispo": 5.0}
+"""Authors' ``epsilon_high`` where the family's default would not do."""
+KLS = [None, KLTerm(0.3, "k2"), KLTerm(0.3, "k3", ratio_weighted=True)]
+
+
+@pytest.fixture(params=sorted(PRESETS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def row(name: str) -> Preset:
+    return preset(name)
+
+
+def objective(name: str, kl: KLTerm | None = None) -> Objective:
+    row = preset(name)
+    push = surrogate(row.surrogate, 0.2, HIGH.get(name), None)
+    return Objective(name, push, aggregation(row.aggregation), row.ratio, kl)
+
+
+def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
+    """Three groups of two completions with the advantages of the preset's rule."""
+    row = preset(name)
+    batch = random_batch(seed, rows=6, ratio=row.ratio, empty_row=False)
+    return replace(batch, advantages=advantage_rule(row.advantage)(rewards, 2).unsqueeze(1))
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.1, 0.1, 0.25, 2.0], dtype=torch.float64)
+"""The second group is dead."""
+
+
+def gradient_of(objective: Objective, batch: TokenBatch) -> tuple[float, Tensor]:
+    loss = objective.loss(batch, DENOMINATORS)
+    return loss.item(), torch.autograd.grad(loss, batch.logps)[0]
+
+
+def test_its_parts_exist(row: Preset) -> None:
+    advantage_rule(row.advantage)
+    surrogate(row.surrogate, 0.2, None, None)
+    aggregation(row.aggregation)
+    assert row.ratio in RATIO_LEVELS
+
+
+def test_it_says_where_it_comes_from(row: Preset) -> None:
+    assert re.search(r"arXiv \d{4}\.\d{5}|TRL|Williams", row.source)
+
+
+def test_it_is_another_point_than_the_other_presets(name: str, row: Preset) -> None:
+    point = (row.advantage, row.ratio, row.surrogate, row.aggregation)
+    assert [other for other, r in PRESETS.items() if (r.advantage, r.ratio, r.surrogate, r.aggregation) == point] == [name]
+
+
+def test_it_has_a_page_that_names_its_parts_and_source(name: str, row: Preset) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 60
+    for part in (row.advantage, row.surrogate, row.aggregation, f'objective="{name}"'):
+        assert part in page, f"docs/algorithms/{name}.md does not name {part}"
+    for source in re.findall(r"\d{4}\.\d{5}", row.source):
+        assert source in page
+    for heading in ("**Idea.**", "**Formula.**", "**Source.**", "**Ours.**", "**Authors.**", "**In TRL.**", "**Code.**"):
+        assert heading in page, f"docs/algorithms/{name}.md lacks {heading}"
+
+
+@pytest.mark.parametrize("kl", KLS, ids=lambda kl: "none" if kl is None else kl.estimator)
+def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: KLTerm | None) -> None:
+    batch = batch_from_rewards(name, REWARDS)
+    loss, gradient = gradient_of(objective(name, kl), batch)
+    expected = oracle.advantages(row.advantage, REWARDS.tolist(), 2)
+    rows = [replace(r, advantages=[a] * len(r.logps)) for r, a in zip(oracle_rows(batch), expected)]
+    clip = {"clipped": {"low": 0.2, "high": HIGH.get(name, 0.2)}, "cispo": {"bound": 5.0}}.get(row.surrogate, {})
+    value, slopes = oracle.loss_and_gradient(
+        rows,
+        surrogate_name=row.surrogate,
+        ratio=row.ratio,
+        aggregation=row.aggregation,
+        denominators=FOUR,
+        beta=0.0 if kl is None else kl.coefficient,
+        estimator="k3" if kl is None else kl.estimator,
+        ratio_weighted=kl is not None and kl.ratio_weighted,
+        **clip,
+    )
+    assert loss == pytest.approx(value, rel=1e-12)
+    found = gradient[batch.mask]
+    torch.testing.assert_close(found, torch.tensor(sum(slopes, []), dtype=torch.float64), rtol=1e-11, atol=1e-12)
+
+
+def test_a_dead_group_has_exactly_no_gradient_unless_a_kl_acts_on_it(name: str) -> None:
+    batch = batch_from_rewards(name, REWARDS)
+    assert (gradient_of(objective(name), batch)[1][2:4] == 0).all()
+    batch = batch_from_rewards(name, REWARDS)
+    assert (gradient_of(objective(name, KLTerm(0.3, "k2")), batch)[1][2:4] != 0).any()
+
+
+def test_an_unscorable_completion_has_exactly_no_gradient(name: str) -> None:
+    rewards = REWARDS.clone()
+    rewards[5] = math.nan
+    gradient = gradient_of(objective(name), batch_from_rewards(name, rewards))[1]
+    assert gradient.isfinite().all()
+    assert (gradient[5] == 0).all()
+
+
+@pytest.mark.parametrize("kl", KLS, ids=lambda kl: "none" if kl is None else kl.estimator)
+def test_padding_permuting_and_splitting(name: str, row: Preset, kl: KLTerm | None) -> None:
+    point, batch = objective(name, kl), batch_from_rewards(name, REWARDS)
+    loss, gradient = gradient_of(point, rebuilt(batch, row.ratio))
+    wide, wide_gradient = gradient_of(point, padded(batch, row.ratio, 2, math.nan))
+    assert wide == pytest.approx(loss, rel=1e-13)
+    torch.testing.assert_close(wide_gradient[:, :-2], gradient, rtol=1e-13, atol=1e-15)
+    order = torch.tensor([5, 2, 0, 4, 1, 3])
+    torch.testing.assert_close(gradient_of(point, rows_of(batch, row.ratio, order))[1], gradient[order], rtol=1e-13, atol=1e-15)
+    if row.aggregation != "local_token_mean":
+        parts = [order[:1], order[1:4], order[4:]]
+        found = [gradient_of(point, rows_of(batch, row.ratio, part)) for part in parts]
+        assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-13)
+        torch.testing.assert_close(torch.cat([g for _, g in found]), gradient[order], rtol=1e-13, atol=1e-15)
+
+
+def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset) -> None:
+    batch = batch_from_rewards(name, REWARDS)
+    still = rebuilt(batch, row.ratio, old_logps=batch.logps.detach())
+    _, gradient = gradient_of(objective(name), still)
+    _, flipped = gradient_of(objective(name), rebuilt(still, row.ratio, advantages=-still.advantages))
+    assert torch.equal(flipped, -gradient)
+    assert (gradient != 0).any()
+
+
+def test_a_step_along_the_gradient_makes_the_better_completion_likelier(name: str, row: Preset) -> None:
+    batch = batch_from_rewards(name, REWARDS)
+    still = rebuilt(batch, row.ratio, old_logps=batch.logps.detach())
+    _, gradient = gradient_of(objective(name), still)
+    assert (gradient[0][still.mask[0]] < 0).all()  # reward 1 against 0: up
+    assert (gradient[5][still.mask[5]] < 0).all()  # reward 2 against 0.25
+    assert (gradient[1][still.mask[1]] > 0).all()

@@ -1,0 +1,373 @@
+"""What ``grpo_lab/trainer`` relies on inside TRL 1.16, pinned: when TRL moves, this file says where.
+
+Everything runs against the installed TRL; nothing is stubbed but the vLLM engine, of which only the weight sync is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import re
+import runpy
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+import grpo_lab.trainer as room
+from grpo_lab.objectives import sampler_correction
+from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.lab_trainer import LabTrainer
+from parity.harness import LENGTHS, arguments, mixed_reward, problems
+from parity.sampler import NoisySampler, as_with_vllm
+
+ROOM = Path(room.__file__).parent
+GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+LOSS = inspect.getsource(GRPOTrainer._compute_loss)
+
+
+def build(folder: Path, model: Path, trainer_class: Any = GRPOTrainer, **changes: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    options = {name: changes.pop(name) for name in ("peft_config",) if name in changes}
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    built = trainer_class(
+        model=policy,
+        reward_funcs=mixed_reward(),
+        args=GRPOConfig(**arguments(folder, **changes)),
+        train_dataset=problems(),
+        processing_class=tokenizer,
+        rollout_func=ScriptedRollout(
+            range(20, 90),
+            LENGTHS,
+            end_id=tokenizer.eos_token_id,
+            truncated_share=0.2,
+            sampler_logps=NoisySampler(policy),
+        ),
+        **options,
+    )
+    built.model.train()  # as inside train(): otherwise TRL takes the batch for an evaluation's
+    return built
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A stock trainer with a reference model whose completions outlive an optimizer step."""
+    return build(tmp_path_factory.mktemp("stock"), tiny_folder, beta=0.04, num_iterations=2)
+
+
+def batch(trainer: Any) -> list[dict[str, Any]]:
+    """One generation batch of rows as the sampler gives them: each prompt G times."""
+    rows = [trainer.train_dataset[i] for i in range(trainer.args.generation_batch_size // trainer.num_generations)]
+    return [dict(row) for row in rows for _ in range(trainer.num_generations)]
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(trl_bridge.METHODS))
+def test_methods_have_the_known_parameters(name: str) -> None:
+    assert tuple(inspect.signature(getattr(GRPOTrainer, name)).parameters) == trl_bridge.METHODS[name]
+
+
+def test_attributes_exist_on_a_constructed_trainer(trainer: Any) -> None:
+    assert [name for name in trl_bridge.ATTRIBUTES if not hasattr(trainer, name)] == []
+
+
+def test_constructor_takes_what_trl_takes() -> None:
+    """Ours may be called with everything that TRL's can, by position as well."""
+    theirs = list(inspect.signature(GRPOTrainer.__init__).parameters)
+    ours = inspect.signature(LabTrainer.__init__).parameters
+    positional = [n for n, p in ours.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert positional == theirs[: len(positional)]
+    assert positional == theirs or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in ours.values())
+
+
+def test_every_private_name_in_the_room_is_listed() -> None:
+    """A private attribute of the trainer that our code touches is in ``METHODS`` or ``ATTRIBUTES``, or ours."""
+    listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES}
+    missing: set[str] = set()
+    for file in sorted(ROOM.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        ours = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        ours |= {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not re.fullmatch(r"_[a-z]\w*", node.attr):
+                continue
+            owner = ast.unparse(node.value)
+            if owner in ("self", "trainer", "self.trainer", "super()") and node.attr not in ours | listed:
+                missing.add(f"{file.name}: {owner}.{node.attr}")
+    missing = {name for name in missing if name.rsplit(".", 1)[1] not in vars(LabTrainer)}
+    assert missing == set(), "add these to trl_bridge.METHODS or ATTRIBUTES"
+
+
+def test_only_public_modules_of_trl_are_imported() -> None:
+    """``from trl import …`` everywhere; the one exception is written down here."""
+    known = {"trl.trainer.utils"}  # is_async_callable
+    found = set()
+    for file in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "trl":
+                found.add(node.module)
+    assert found - {"trl"} <= known
+
+
+def test_accelerate_lets_a_backward_stay_silent(trainer: Any) -> None:
+    before = trainer.accelerator.gradient_state.sync_gradients
+    with trl_bridge.without_gradient_sync(trainer, trainer.model):
+        assert trainer.accelerator.sync_gradients is False
+    assert trainer.accelerator.sync_gradients is before
+
+
+# -- the micro-batch -----------------------------------------------------------------------------------------------------
+
+
+def test_the_micro_batch_holds_no_unknown_field() -> None:
+    """A new field in TRL's output may have to be cut with the rows: each is known as per-token, multimodal or per-row."""
+    literal = re.search(r"output = \{(.*?)\}", GENERATE, re.S)
+    assert literal is not None
+    written = set(re.findall(r'"(\w+)":', literal.group(1))) | set(re.findall(r'output\["(\w+)"\] =', GENERATE))
+    rows = {"prompt_ids", "prompt_mask", "advantages", "num_items_in_batch", "importance_sampling_ratio"}
+    assert written == rows | set(trl_bridge.COMPLETION_FIELDS) | set(trl_bridge.MULTIMODAL_FIELDS)
+
+
+def test_the_loss_reads_every_multimodal_field() -> None:
+    read = set(re.findall(r'(\w+)=inputs\.get\("\1"\)', LOSS))
+    assert read - {"importance_sampling_ratio"} == set(trl_bridge.MULTIMODAL_FIELDS)
+    parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    assert set(trl_bridge.MULTIMODAL_FIELDS) <= set(parameters)
+
+
+def test_per_token_fields_have_the_width_of_the_completions(trainer: Any) -> None:
+    output = trainer._generate_and_score_completions(batch(trainer))
+    shape = output["completion_ids"].shape
+    for name in set(trl_bridge.COMPLETION_FIELDS) - {"tool_mask"}:
+        assert output[name].shape == shape, name
+    assert output["prompt_mask"].shape == output["prompt_ids"].shape
+    assert output["advantages"].shape == shape[:1]
+    assert output["num_items_in_batch"] == output["completion_mask"].sum()
+    assert not trl_bridge.is_multimodal(output)
+
+
+def test_prompts_are_padded_on_the_left_and_completions_on_the_right(trainer: Any) -> None:
+    output = trainer._generate_and_score_completions(batch(trainer))
+    assert (output["prompt_mask"].diff(dim=1) >= 0).all()
+    assert output["prompt_mask"].sum(1).unique().numel() > 1, "prompts of one length prove nothing"
+    assert (output["completion_mask"].diff(dim=1) <= 0).all()
+
+
+# -- fused LM head -------------------------------------------------------------------------------------------------------
+
+
+def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) -> None:
+    """log_probs[:, t] = log softmax(logits[:, t] / temperature)[labels[:, t + 1]], 0 where the label is −100; the entropy
+    is that of the same distribution. Compared with the model's own logits in float64."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ids = torch.tensor([[5, 30, 41, 52, 63], [7, 31, 44, 70, 71]])
+    labels = ids.clone()
+    labels[0, :2] = -100
+    labels[1, 4:] = -100
+    mask = torch.ones_like(ids)
+    positions = torch.arange(5).expand(2, 5) + torch.tensor([[0], [3]])
+    with torch.no_grad():
+        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, mask, labels, positions)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.double()
+    expected = torch.log_softmax(logits / trainer.temperature, dim=-1)
+    assert logps.shape == entropy.shape == (2, 4)
+    scored = labels[:, 1:] != -100
+    assert torch.allclose(
+        logps[scored].double(), expected[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)[scored], atol=1e-5
+    )
+    assert (logps[~scored] == 0).all()
+    assert torch.allclose(entropy[scored].double(), -(expected.exp() * expected).sum(-1)[:, :-1][scored], atol=1e-5)
+
+
+def test_fused_lm_head_divides_by_the_temperature(tiny_folder: Path, tmp_path: Path) -> None:
+    hot = build(tmp_path, tiny_folder, temperature=2.0)
+    ids = torch.tensor([[5, 30, 41, 52]])
+    with torch.no_grad():
+        logps, _ = trl_bridge.completion_log_probs(
+            hot, hot.model, ids, torch.ones_like(ids), ids, torch.arange(4)[None]
+        )
+        logits = hot.model(input_ids=ids).logits[:, :-1] / 2.0
+    assert torch.allclose(logps, logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2), atol=1e-5)
+
+
+def test_explicit_positions_make_the_numbers_of_left_padding(trainer: Any) -> None:
+    """TRL feeds left-padded rows without position ids, so the first real token sits at position ``padding``; the same
+    row without padding and with those positions has the same log-probs."""
+    row = torch.tensor([[30, 41, 52, 63]])
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), row], dim=1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, 3)
+        ours, _ = trl_bridge.completion_log_probs(
+            trainer, trainer.model, row, torch.ones_like(row), row, torch.arange(4)[None] + 3
+        )
+    assert torch.allclose(ours, theirs, atol=2e-6)
+
+
+# -- old log-probs -------------------------------------------------------------------------------------------------------
+
+
+def recorded_forwards(trainer: Any) -> Iterator[str]:
+    """Who is asked for log-probs during one generation, in order."""
+    original = trainer._get_per_token_logps_and_entropies
+    calls: list[str] = []
+
+    def recording(model: Any, *args: Any, **kwargs: Any) -> Any:
+        unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+        reference = model is not trainer.model or not adapter_is_active(unwrapped)
+        calls.append("reference" if reference else "policy")
+        return original(model, *args, **kwargs)
+
+    with trl_bridge.replaced(trainer, "_get_per_token_logps_and_entropies", recording):
+        trainer._generate_and_score_completions(batch(trainer))
+    return iter(calls)
+
+
+def adapter_is_active(model: Any) -> bool:
+    layers = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "lora_A")]
+    return not layers or not any(layer.disable_adapters for layer in layers)
+
+
+def test_the_policy_is_asked_once_and_before_the_reference(trainer: Any) -> None:
+    assert list(recorded_forwards(trainer)) == ["policy", "reference"]
+
+
+def test_the_same_with_peft_where_both_are_one_model(tiny_folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    adapted = build(
+        tmp_path,
+        tiny_folder,
+        beta=0.04,
+        num_iterations=2,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    )
+    assert adapted.ref_model is None
+    assert list(recorded_forwards(adapted)) == ["policy", "reference"]
+
+
+def test_aligned_generation_asks_nobody(trainer: Any) -> None:
+    """With one iteration TRL computes no old log-probs: ``wants_old_log_probs`` says the same."""
+    assert trl_bridge.wants_old_log_probs(trainer) == (True, False)
+    with trl_bridge.replaced(trainer, "num_iterations", 1):
+        assert trl_bridge.wants_old_log_probs(trainer) == (False, False)
+        assert list(recorded_forwards(trainer)) == ["reference"]
+
+
+def test_deferring_replaces_the_policys_forward_only(trainer: Any) -> None:
+    """Inside ``policy_forward_deferred`` old log-probs are zeros and the reference's are the real ones."""
+    trainer.rollout_func.calls = 0
+    real = trainer._generate_and_score_completions(batch(trainer))
+    trainer.rollout_func.calls = 0
+    with trl_bridge.policy_forward_deferred(trainer):
+        deferred = trainer._generate_and_score_completions(batch(trainer))
+    assert (deferred["old_per_token_logps"] == 0).all()
+    assert (real["old_per_token_logps"] != 0).any()
+    assert torch.equal(deferred["ref_per_token_logps"], real["ref_per_token_logps"])
+    assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+
+
+# -- sampler correction --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampling(trainer: Any) -> Iterator[Any]:
+    """The trainer as with vLLM: its own code for the correction, completions from the scripted rollout."""
+    before = {name: getattr(trainer, name) for name in trl_bridge.ATTRIBUTES if name.startswith("vllm_importance")}
+    as_with_vllm(trainer)
+    trainer.rollout_func.calls = 0
+    yield trainer
+    trainer.use_vllm = False
+    for name, value in before.items():
+        setattr(trainer, name, value)
+    trainer._metrics["train"].clear()
+
+
+@pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 2.0), (0.2, None)], ids=str)
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_sampler_correction_is_trls(sampling: Any, mode: str, bounds: tuple[float | None, float | None]) -> None:
+    """TRL's own method computes the ratio from the sampler's log-probs; ours gives the same numbers to the bit."""
+    sampling.vllm_importance_sampling_mode = mode
+    sampling.vllm_importance_sampling_clip_min, sampling.vllm_importance_sampling_clip_max = bounds
+    output = sampling._generate_and_score_completions(batch(sampling))
+    theirs = output["importance_sampling_ratio"]
+    mask = output["completion_mask"].bool()
+    ours = sampler_correction(
+        output["old_per_token_logps"], output["sampling_per_token_logps"], mask, mode, *bounds
+    )
+    assert output["sampling_per_token_logps"].isnan().any(), "the unscored token was lost: the case is not tested"
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+    assert theirs.unique().numel() > 1, "every ratio is the same: nothing was compared"
+
+
+def test_sampler_metrics_that_are_forgotten_when_deferred(sampling: Any) -> None:
+    """The names that ``forget_metrics`` drops and ``_record_sampler`` writes anew."""
+    sampling._generate_and_score_completions(batch(sampling))
+    names = {name for name in sampling._metrics["train"] if name.startswith("sampling/")}
+    assert names == {
+        "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/min",
+        "sampling/importance_sampling_ratio/mean",
+        "sampling/importance_sampling_ratio/max",
+    }
+    trl_bridge.forget_metrics(sampling, "train", "sampling/")
+    assert not any(name.startswith("sampling/") for name in sampling._metrics["train"])
+
+
+# -- metrics and logs ----------------------------------------------------------------------------------------------------
+
+
+def test_metric_names_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
+    """TRL's own names; ours are written under the same, so a renamed one would be logged twice."""
+    stock = build(tmp_path, tiny_folder, beta=0.04, max_steps=1)
+    stock.train()
+    row = next(row for row in stock.state.log_history if "loss" in row)
+    completions = {"mean", "min", "max", "mean_terminated", "min_terminated", "max_terminated"}
+    assert set(row) == {
+        *("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time"),
+        *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"),
+        *("rewards/parity_reward/mean", "rewards/parity_reward/std", "completions/clipped_ratio"),
+        *(f"completions/{name}_length" for name in completions),
+        *("clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max"),
+        "clip_ratio/region_mean",
+    }
+
+
+def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) -> None:
+    trainer._generate_and_score_completions(batch(trainer))
+    logged = trainer._logs["advantages"]
+    assert isinstance(logged, deque)
+    assert logged.maxlen == trainer.args.generation_batch_size == len(logged)
+    ours = torch.arange(float(len(logged)))
+    trl_bridge.replace_logged_advantages(trainer, ours)
+    assert list(trainer._logs["advantages"]) == ours.tolist()
+    assert trainer._logs["advantages"].maxlen == trainer.args.generation_batch_size
+
+
+# -- version -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_trl_is_refused_with_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.0")
+    with pytest.raises(ImportError, match=re.escape("tested with trl 1.16.* and found trl 1.17.0")) as caught:
+        runpy.run_path(str(ROOM / "trl_bridge.py"))
+    assert "pip install 'trl==1.16.*'" in str(caught.value)
+
+
+def test_the_installed_trl_is_the_tested_one() -> None:
+    assert importlib.metadata.version("trl").startswith(trl_bridge.SUPPORTED_TRL)

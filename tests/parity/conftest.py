@@ -1,0 +1,75 @@
+"""Short runs of two trainers, many times over: one thread, and a garbage collector that does not walk torch each time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from grpo_lab.testing import tiny_model
+from grpo_lab.testing.tokenizer import CHAT_TEMPLATE
+
+#: a template that TRL knows to parse tool calls of
+TOOL_TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_short_runs() -> Iterator[None]:
+    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Saved random models by name. A tenth of the vocabulary ends a completion, so that lengths vary."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {name: root / name for name in ("text", "qwen3", "llama", "gpt2", "dropout", "moe", "tools", "reward", "adapter")}
+    policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2)
+    sizes = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"initializer_range": 0.2, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
+        **{"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None},
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    torch.manual_seed(0)
+    built = {
+        "text": policy,
+        "tools": policy,
+        "dropout": Qwen2ForCausalLM(Qwen2Config(**sizes, attention_dropout=0.1)),
+        "qwen3": tiny_model("qwen3", hidden_size=32, num_layers=2, initializer_range=0.2)[0],
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(**sizes, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, output_router_logits=True)),
+        "reward": Qwen2ForSequenceClassification(Qwen2Config(**sizes, num_labels=1)),
+    }
+    for name, model in built.items():
+        if name != "reward":
+            model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(100, 200)]
+        model.save_pretrained(folders[name])
+        tokenizer.chat_template = TOOL_TEMPLATE if name == "tools" else CHAT_TEMPLATE
+        tokenizer.save_pretrained(folders[name])
+    adapted = get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
+    adapted.save_pretrained(folders["adapter"])
+    return folders

@@ -1,0 +1,197 @@
+"""The exact update gives stock's weights whatever the shape of the step. Tolerances, float32, four SGD steps of size 0.5:
+weights within 1e-6 relative; the *movement* (weights minus start) within 2e-5, since rounding in another order of summation
+(1e-7 per step) is multiplied as large steps go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.harness import LENGTHS, Run, arguments, movement_difference, train, weight_difference
+from trl import GRPOConfig, GRPOTrainer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.trainer import exact_update
+
+WEIGHTS, MOVEMENT = 1e-6, 2e-5
+STOCK = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 3.0},
+}
+
+
+def rollout(tiny: Path, lengths: tuple[int, ...] = LENGTHS, truncated: float = 0.2) -> ScriptedRollout:
+    from transformers import AutoTokenizer
+
+    end = AutoTokenizer.from_pretrained(tiny).eos_token_id
+    return ScriptedRollout(range(20, 90), lengths, end_id=end, truncated_share=truncated)
+
+
+def both(tiny: Path, out: Path, preset: str = "dr_grpo", lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> tuple[Run, Run]:
+    """Ours (objective by name, exact update) and stock, with the same settings."""
+    options = {key: changes.pop(key) for key in ("reward", "peft", "truncated") if key in changes}
+    ours = {"epsilon_high": 3.0} if preset == "cispo" else {}
+    runs = []
+    for kind, config in (
+        (LabTrainer, LabConfig(**arguments(out, **changes), objective=preset, **ours)),
+        (GRPOTrainer, GRPOConfig(**arguments(out, **changes), **STOCK[preset])),
+    ):
+        extra = {"peft_config": options["peft"]()} if "peft" in options else {}
+        made = rollout(tiny, lengths, options.get("truncated", 0.2))
+        runs.append(train(kind, config, tiny, rollout=made, reward=options.get("reward"), **extra))
+    return runs[0], runs[1]
+
+
+def check_equal(ours: Run, stock: Run) -> None:
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
+    assert weight_difference(ours, stock) < WEIGHTS
+    assert movement_difference(ours, stock) < MOVEMENT
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},
+    "six micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6},
+    "generation outlives a step": {"steps_per_generation": 6, "gradient_accumulation_steps": 3},
+    "several generations a step": {
+        "per_device_train_batch_size": 4, "steps_per_generation": 1, "gradient_accumulation_steps": 3,
+    },
+    "two passes over a batch": {"num_iterations": 2},
+    "truncated masked": {"mask_truncated_completions": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "clipped gradients": {"max_grad_norm": 0.1},
+    "KL in the loss": {"beta": 0.04},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shape_of_the_step(shape: str, tiny_folder: Path, tmp_path: Path) -> None:
+    check_equal(*both(tiny_folder, tmp_path, **SHAPES[shape]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [name for name in STOCK if name != "dr_grpo"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shape_of_the_step_for_each_method(shape: str, preset: str, tiny_folder: Path, tmp_path: Path) -> None:
+    check_equal(*both(tiny_folder, tmp_path, preset, **SHAPES[shape]))
+
+
+def test_completions_of_one_token(tiny_folder: Path, tmp_path: Path) -> None:
+    check_equal(*both(tiny_folder, tmp_path, lengths=(1,), truncated=1.0))
+
+
+def test_all_truncated_and_masked_is_a_step_on_zero_gradients(tiny_folder: Path, tmp_path: Path) -> None:
+    ours, stock = both(tiny_folder, tmp_path, truncated=1.0, mask_truncated_completions=True)
+    assert weight_difference(ours, stock) == 0.0
+    assert movement_difference(ours, stock) == 0.0
+    assert ours.losses == stock.losses == [0.0] * 4
+
+
+def dead_after_first(number: list[int], completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    return [1.0 if trainer_state.global_step else float(sum(ids) % 3) for ids in completion_ids]
+
+
+def test_no_live_row_still_steps_as_stock(tiny_folder: Path, tmp_path: Path) -> None:
+    """Momentum and weight decay go on moving the weights on zero gradients; skipping the optimizer would not."""
+    changes = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
+    ours, stock = both(tiny_folder, tmp_path, reward=dead_after_first, **changes)
+    assert ours.grad_norms[1:] == [0.0] * 3
+    assert movement_difference(ours, stock) < 1e-3  # AdamW divides by |g|, which blows up rounding in the first step
+    only_first = both(tiny_folder, tmp_path, reward=dead_after_first, max_steps=1, **changes)[0]
+    assert weight_difference(ours, only_first) > 1e-3
+
+
+def one_winner(prompts: list[str], **_: Any) -> list[float]:
+    return [1.0 if row == 5 else 0.0 for row in range(len(prompts))]
+
+
+def test_one_live_row(tiny_folder: Path, tmp_path: Path) -> None:
+    """With group_max a single row carries an advantage; the reference is our own objective without the exact update."""
+    runs = [
+        train(
+            LabTrainer,
+            LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "advantage": "group_max"}, update=update),
+            tiny_folder,
+            rollout=rollout(tiny_folder),
+            reward=one_winner,
+        )
+        for update in (None, "off")
+    ]
+    check_equal(*runs)
+    assert [row["update/live_share"] for row in runs[0].history if "update/live_share" in row] == pytest.approx([1 / 12] * 4)
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian")
+
+
+def test_lora(tiny_folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder), peft_config=lora())
+    torch.manual_seed(0)
+    stock = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path), **STOCK["dr_grpo"]), tiny_folder, rollout=rollout(tiny_folder), peft_config=lora())
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
+    assert set(ours.weights) == set(stock.weights)
+    for name, value in stock.weights.items():
+        assert torch.allclose(ours.weights[name], value, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("budget", [24, 60, 10_000])
+def test_any_token_budget(budget: int, tiny_folder: Path, tmp_path: Path) -> None:
+    stock = both(tiny_folder, tmp_path)[1]
+    config = LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"max_tokens": budget})
+    check_equal(train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder)), stock)
+
+
+def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    skip, stock = both(tiny_folder, tmp_path)
+    config = LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"dead_groups": "keep"})
+    keep = train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder))
+    check_equal(keep, stock)
+    shares = [[row["update/live_share"] for row in run.history if "update/live_share" in row] for run in (skip, keep)]
+    assert max(shares[0]) < 1.0
+    assert shares[1] == [1.0] * 4
+
+
+def test_denominators_counted_after_skipping_would_be_seen(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the test: the classic mistake (mean over the rows that are left) must fail the comparison."""
+    original = exact_update.ExactUpdate._bin_loss
+
+    def after_skipping(self: Any, model: Any, rows: Any, denominators: Any) -> Any:
+        batch, loss = original(self, model, rows, denominators)
+        return batch, loss * denominators.rows / (denominators.rows * 7 / 12)  # as if only the live rows had been counted
+
+    stock = both(tiny_folder, tmp_path)[1]
+    monkeypatch.setattr(exact_update.ExactUpdate, "_bin_loss", after_skipping)
+    wrong = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder))
+    with pytest.raises(AssertionError):
+        check_equal(wrong, stock)
+
+
+def test_bnpo_is_left_unbinned_and_says_why(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="grpo_lab")
+    ours = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="bnpo"), tiny_folder, rollout=rollout(tiny_folder))
+    stock = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path), loss_type="bnpo"), tiny_folder, rollout=rollout(tiny_folder))
+    check_equal(ours, stock)
+    assert not any("update/live_share" in row for row in ours.history)
+    assert "divides by the tokens of its own micro-batch" in caplog.text
+
+
+def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Path, tmp_path: Path) -> None:
+    """Conditions are checked, not assumed: a team's surrogate with a pull of its own must not lose dead rows."""
+
+    def pull(batch: Any) -> torch.Tensor:
+        return -batch.advantages * batch.ratio + 0.1 * batch.logps.square()
+
+    config = LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "surrogate": pull})
+    ours = train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder))
+    assert {row["update/live_share"] for row in ours.history if "update/live_share" in row} == {1.0}
+    off = LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "surrogate": pull}, update="off")
+    check_equal(ours, train(LabTrainer, off, tiny_folder, rollout=rollout(tiny_folder)))

@@ -1,0 +1,89 @@
+"""Every recipe is loaded and dry-run; neighbours differ only where the method does; accelerate files parse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.recipe import parse_overrides, read_recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RUNS = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "accelerate")
+LAUNCH = sorted((RECIPES / "accelerate").glob("*.yaml"))
+ON_CPU = {"use_cpu": True, "bf16": False}
+
+
+def test_there_are_recipes() -> None:
+    assert {path.stem for path in LAUNCH} >= {"single", "ddp", "fsdp2", "zero2", "zero3"}
+    assert {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-math-1.5b"} == {
+        path.stem.rsplit("-", 1)[0] for path in RUNS if path.parent.name == "gsm8k" and path.stem != "smoke"
+    }
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    changes: dict[str, Any] = {**ON_CPU, "output_dir": str(tmp_path / "out")}
+    if path.stem == "smoke":
+        changes |= smoke_paths(request.getfixturevalue("grpo_lab_data"))
+    facts = dry_run(read_recipe(path, changes))
+    assert facts["output folder"] == str(tmp_path / "out")
+    assert facts["prompt template"] in ("chat", "r1", "qwen_math", "none")
+    assert "surrogate=" in facts["algorithm"]
+    assert not (tmp_path / "out").exists(), "a dry run must leave nothing behind"
+
+
+def smoke_paths(data: Path) -> dict[str, Any]:
+    return {
+        "data.source": str(data / "gsm8k"),
+        "evaluation.data.source": str(data / "gsm8k"),
+        "model.tokenizer": str(data / "tokenizers" / "qwen3"),
+    }
+
+
+@pytest.mark.parametrize("slug", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-math-1.5b"])
+def test_neighbours_differ_only_in_the_method(slug: str) -> None:
+    grpo, dr_grpo = (
+        yaml.safe_load((RECIPES / "gsm8k" / f"{slug}-{method}.yaml").read_text()) for method in ("grpo", "dr_grpo")
+    )
+    assert {key for key in grpo if grpo[key] != dr_grpo[key]} == {"name", "objective"}
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
+def test_accelerate_file_is_accepted(path: Path) -> None:
+    config = ClusterConfig.from_yaml_file(str(path))
+    assert config.num_processes >= 1
+
+
+def test_overrides_reach_into_sections(tmp_path: Path) -> None:
+    words = ["--learning_rate", "1e-5", "--data.n", "7", "--rewards.0.mode=lenient", "--use_cpu", "--model.tiny.num_layers", "1"]
+    recipe = read_recipe(RECIPES / "quickstart" / "dr_grpo.yaml", parse_overrides(words))
+    assert recipe.arguments["learning_rate"] == 1e-5
+    assert recipe.data.arguments["n"] == 7
+    assert recipe.rewards[0].arguments["mode"] == "lenient"
+    assert recipe.arguments["use_cpu"] is True
+    assert recipe.model.tiny is not None
+    assert recipe.model.tiny["num_layers"] == 1
+
+
+@pytest.mark.slow
+def test_smoke_runs_end_to_end_without_a_network(grpo_lab_data: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpo_lab.pipelines.train import train
+
+    changes = {**smoke_paths(grpo_lab_data), "output_dir": str(tmp_path / "smoke")}
+    outcome = train(read_recipe(RECIPES / "gsm8k" / "smoke.yaml", changes))
+    assert outcome.after is not None
+    assert outcome.after.n_problems == 8
+    AutoModelForCausalLM.from_pretrained(outcome.folder)
+    AutoTokenizer.from_pretrained(outcome.folder)
+    lines = (outcome.folder / "metrics.jsonl").read_text().splitlines()
+    assert sum('"loss"' in line for line in lines) == 2
+    assert outcome.report is not None
+    assert "<html" in outcome.report.read_text().lower()
+    assert (outcome.folder / "README.md").is_file()

@@ -1,0 +1,127 @@
+"""Folding equal prompts into one request, with a stand-in for the engine's answer objects (the engine itself: test_engine)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lab.rollouts.grouping import (
+    EngineFault,
+    GroupedEngine,
+    engine_generate,
+    prefill_tokens,
+    runs_of_equal,
+)
+
+
+@dataclass
+class Parameters:
+    n: int = 1
+    seed: int | None = None
+
+    def clone(self) -> Parameters:
+        return copy.copy(self)
+
+
+@dataclass
+class RecordingEngine:
+    """Answers each sample with [first prompt token, sample index]; remembers the requests."""
+
+    logprob: float = -0.5
+    requests: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    name: str = "engine"
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        parameters = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        outputs = []
+        for prompt, parameter in zip(prompts, parameters, strict=True):
+            ids = prompt["prompt_token_ids"]
+            self.requests.append((tuple(ids), parameter.n))
+            samples = [self.sample(ids, index) for index in reversed(range(parameter.n))]
+            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=samples))
+        return outputs
+
+    def sample(self, ids: list[int], index: int) -> Any:
+        tokens = [ids[0], index]
+        logprobs = [{token: SimpleNamespace(logprob=self.logprob)} for token in tokens]
+        return SimpleNamespace(index=index, token_ids=tokens, logprobs=logprobs)
+
+
+def rows(*prompts: int) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": [prompt]} for prompt in prompts]
+
+
+def test_group_becomes_one_request_and_comes_back_row_by_row() -> None:
+    engine = RecordingEngine()
+    outputs = GroupedEngine(engine).generate(rows(7, 7, 7, 9, 9, 7), Parameters())
+    assert engine.requests == [((7,), 3), ((9,), 2), ((7,), 1)]
+    assert [output.prompt_token_ids for output in outputs] == [[7], [7], [7], [9], [9], [7]]
+    assert [output.outputs[0].token_ids for output in outputs] == [[7, 0], [7, 1], [7, 2], [9, 0], [9, 1], [7, 0]]
+
+
+@pytest.mark.parametrize("parameters", [Parameters(n=2), Parameters(seed=3)])
+def test_requests_that_ask_for_samples_or_a_seed_are_passed_on(parameters: Parameters) -> None:
+    engine = RecordingEngine()
+    GroupedEngine(engine).generate(rows(7, 7), parameters)
+    assert engine.requests == [((7,), parameters.n)] * 2
+
+
+def test_rows_with_images_are_passed_on() -> None:
+    engine = RecordingEngine()
+    GroupedEngine(engine).generate([{"prompt_token_ids": [7], "multi_modal_data": {}}] * 2, Parameters())
+    assert engine.requests == [((7,), 1)] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_log_prob_that_is_no_number_is_a_fault(value: float) -> None:
+    with pytest.raises(EngineFault, match="position 0"):
+        GroupedEngine(RecordingEngine(logprob=value)).generate(rows(7), Parameters())
+
+
+def test_lost_completion_is_a_fault() -> None:
+    class Forgetful(RecordingEngine):
+        def sample(self, ids: list[int], index: int) -> Any:
+            return super().sample(ids, index)
+
+        def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
+            outputs = super().generate(*args, **kwargs)
+            outputs[0].outputs.pop()
+            return outputs
+
+    with pytest.raises(EngineFault, match="3 completions of a prompt, got 2"):
+        GroupedEngine(Forgetful()).generate(rows(7, 7, 7), Parameters())
+
+
+def test_other_attributes_are_the_engine_s_own() -> None:
+    engine = RecordingEngine()
+    assert GroupedEngine(engine).name == "engine"
+    assert GroupedEngine(engine).llm is engine
+    with pytest.raises(AttributeError):
+        _ = GroupedEngine(engine).nothing
+
+
+def test_generate_for_a_budget_needs_vllm_only_when_called() -> None:
+    assert callable(engine_generate(GroupedEngine(RecordingEngine()), temperature=1.0))
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_runs_put_the_rows_back_together(values: list[int]) -> None:
+    runs = runs_of_equal(values)
+    assert [values[first] for first, count in runs for _ in range(count)] == values
+    assert all(values[a[0]] != values[b[0]] for a, b in zip(runs, runs[1:]))
+
+
+def test_prefill_tokens_by_hand() -> None:
+    # 100 tokens, pages of 32: floor(99/32) = 3 pages = 96 shared, 4 left for each of 16: 96 + 64 = 160.
+    assert prefill_tokens([100], 16, 32) == 160
+    # 96 tokens: the last token is always computed, so 2 pages = 64 are shared and 32 are not.
+    assert prefill_tokens([96], 2, 32) == 64 + 2 * 32
+    assert prefill_tokens([100] * 8, 16, None) == 12_800
+    assert prefill_tokens([100] * 8, 16, 128) == 12_800  # nothing fills a page

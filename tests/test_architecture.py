@@ -1,0 +1,234 @@
+"""The direction of imports (DESIGN.md): walked by ``ast``, and tried in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from grpo_lab import _HOMES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "grpo_lab"
+
+BASE = {"batch", "masked"}
+MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "curation", "diagnostics"}
+ALLOWED: dict[str, set[str]] = {
+    "batch": set(),
+    "masked": set(),
+    "verifiers": set(),
+    "objectives": BASE,
+    "advantages": BASE,
+    "update": BASE,
+    "rewards": BASE | {"verifiers"},
+    "data": BASE | {"verifiers"},
+    "curation": BASE | {"verifiers"},
+    "rollouts": BASE | {"verifiers"},
+    "diagnostics": BASE | {"verifiers"},
+    "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
+    "trainer": BASE | MIDDLE | {"verifiers"},
+    "pipelines": BASE | MIDDLE | {"verifiers", "trainer", "evaluation", "testing"},
+    "evaluation": BASE | MIDDLE | {"verifiers", "trainer"},
+    "cli": BASE | MIDDLE | {"verifiers", "trainer", "pipelines", "evaluation", "testing"},
+    "__init__": {"trainer"},
+}
+"""room → rooms that it may import. No arrow up, none sideways but what stands here."""
+
+PURE = {"batch", "masked", "objectives", "advantages"}
+PURE_THIRD_PARTY = {"torch", "numpy"}
+"""What the pure rooms may import besides the standard library."""
+
+HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
+"""Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are needed."""
+MAY_LOAD_HEAVY = {"trainer", "pipelines", "evaluation", "cli"}
+OWN_PROCESS = {"verifiers/math_worker.py"}
+"""Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
+LIGHT = ("grpo_lab", *(f"grpo_lab.{room}" for room in ("batch", "masked", "verifiers", *sorted(MIDDLE), "testing")))
+"""Importing any of these must load none of ``FORBIDDEN``."""
+FORBIDDEN = ("trl", "transformers", "vllm", "math_verify")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: where it stands, what it loads, and whether it runs when the module is loaded."""
+
+    path: Path
+    line: int
+    module: str
+    at_load: bool
+
+    @property
+    def room(self) -> str:
+        return room_of(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path, source: str | None = None) -> list[Import]:
+    """Every import of a file; those under ``if TYPE_CHECKING`` count, but do not run at load."""
+    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
+    found: list[Import] = []
+
+    def visit(node: ast.AST, at_load: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(path, node.lineno, alias.name, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.extend(Import(path, node.lineno, name, at_load) for name in _targets(path, node))
+        inside = at_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            inside = False
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(tree, True)
+    return found
+
+
+def _targets(path: Path, node: ast.ImportFrom) -> list[str]:
+    base = node.module or ""
+    if node.level:
+        package = ["grpo_lab", *path.relative_to(PACKAGE).parts[:-1]]
+        base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+    if base == "grpo_lab":  # `from grpo_lab import data`, or one of the names that it loads lazily from their room
+        return [_HOMES.get(alias.name, f"grpo_lab.{alias.name}") for alias in node.names]
+    return [base]
+
+
+def wrong_arrow(found: Import) -> str | None:
+    """Why an import is not allowed, or ``None``."""
+    top, *rest = found.module.split(".")
+    if top == "grpo_lab":
+        return _wrong_room(found, rest[0] if rest else "__init__")
+    if top == "trl" and found.room not in ("trainer",):
+        return "only grpo_lab/trainer/ knows TRL"
+    if top == "vllm" and (found.at_load or found.room not in ("rollouts", "trainer")):
+        return "vllm is imported lazily, by rollouts"
+    apart = found.path.relative_to(PACKAGE).as_posix() in OWN_PROCESS
+    if top in HEAVY and found.at_load and found.room not in MAY_LOAD_HEAVY and not apart:
+        return f"{top} must be imported inside the function that needs it"
+    known = top in sys.stdlib_module_names or top in PURE_THIRD_PARTY
+    if found.room in PURE and not known:
+        return "a pure room imports torch, numpy and the standard library"
+    return None
+
+
+def _wrong_room(found: Import, target: str) -> str | None:
+    if target == found.room or target == "__version__":
+        return None
+    if found.room not in ALLOWED:
+        return f"room {found.room!r} has no row in ALLOWED"
+    if target not in ALLOWED[found.room]:
+        return f"{found.room} may import {sorted(ALLOWED[found.room])}"
+    return None
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_arrow_points_down() -> None:
+    wrong = [f"{found}: {why}" for path in package_files() for found in imports_of(path) if (why := wrong_arrow(found))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_has_a_row() -> None:
+    assert {room_of(path) for path in package_files()} <= ALLOWED.keys()
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("objectives/x.py", "from grpo_lab.rewards import AccuracyReward"),
+        ("objectives/x.py", "from grpo_lab import trainer"),
+        ("objectives/x.py", "from ..trainer import LabTrainer"),
+        ("advantages/x.py", "from grpo_lab.objectives.kl import k3"),
+        ("masked.py", "import transformers"),
+        ("masked.py", "import datasets"),
+        ("data/x.py", "from grpo_lab.curation import guessing"),
+        ("rewards/x.py", "def f():\n    import trl"),
+        ("rewards/x.py", "import math_verify"),
+        ("rewards/x.py", "try:\n    import math_verify\nexcept ImportError:\n    pass"),
+        ("rollouts/x.py", "import vllm"),
+        ("evaluation/x.py", "from trl import GRPOTrainer"),
+        ("trainer/x.py", "from grpo_lab.pipelines import r1"),
+        ("trainer/x.py", "from grpo_lab.testing import tiny_model"),
+        ("batch.py", "from grpo_lab import masked"),
+        ("attic/x.py", "from grpo_lab import batch"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(place: str, source: str) -> None:
+    found = imports_of(PACKAGE / place, source)
+    assert any(wrong_arrow(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("trainer/x.py", "import trl"),
+        ("rollouts/x.py", "def f():\n    from vllm import LLM"),
+        ("rewards/x.py", "from grpo_lab.verifiers import Verdict"),
+        ("testing/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
+        ("objectives/x.py", "import torch, math\nfrom grpo_lab.masked import safe\nfrom grpo_lab.objectives.kl import k3"),
+        ("cli.py", "from grpo_lab import __version__, trainer"),
+    ],
+)
+def test_a_right_arrow_is_let_through(place: str, source: str) -> None:
+    assert not [why for one in imports_of(PACKAGE / place, source) if (why := wrong_arrow(one))]
+
+
+def test_importing_the_light_rooms_loads_nothing_heavy() -> None:
+    """One fresh process, room after room; the first room that loads something heavy is named."""
+    rooms = [name for name in LIGHT if name == "grpo_lab" or (PACKAGE / name.split(".")[1]).exists() or (PACKAGE / f"{name.split('.')[1]}.py").exists()]
+    script = (
+        "import importlib, sys\n"
+        f"for room in {rooms!r}:\n"
+        "    importlib.import_module(room)\n"
+        f"    heavy = [name for name in {FORBIDDEN!r} if name in sys.modules]\n"
+        "    assert not heavy, f'import {room} loaded {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_importing_grpo_lab_does_not_even_load_torch() -> None:
+    script = "import sys, grpo_lab; assert 'torch' not in sys.modules; print(sorted(grpo_lab.__all__))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+LAZY_SCRIPT = """
+import importlib
+for room in ("grpo_lab", "grpo_lab.rewards"):
+    module = importlib.import_module(room)
+    for name in module.__all__:
+        found = getattr(module, name)
+        assert name in dir(module), (room, name)
+        if name != "__version__":
+            assert found.__name__ == name, (room, name, found)
+    try:
+        module.NoSuchName
+    except AttributeError as error:
+        assert "NoSuchName" in str(error) and "offers" in str(error), error
+    else:
+        raise AssertionError(f"{room} invents names")
+from grpo_lab import LabConfig, LabTrainer, DrGRPOTrainer
+import trl
+assert issubclass(LabConfig, trl.GRPOConfig) and issubclass(LabTrainer, trl.GRPOTrainer)
+assert issubclass(DrGRPOTrainer, LabTrainer)
+"""
+
+
+@pytest.mark.slow
+def test_lazy_names_resolve() -> None:
+    done = subprocess.run([sys.executable, "-c", LAZY_SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,332 @@
+"""``LabConfig``: what it refuses, and that it goes wherever a ``GRPOConfig`` goes (parsers, JSON, copies, pickles)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from grpo_lab import LabConfig
+from grpo_lab.objectives import Clipped
+from grpo_lab.trainer.algorithm import algorithm_from
+
+
+def config(folder: Path | str = "unused", **changes: Any) -> LabConfig:
+    settings: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    return LabConfig(str(folder), **{**settings, **changes})
+
+
+def my_surrogate(batch: Any) -> Any:
+    return -batch.advantages * batch.logps
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+#: settings → what the message must say: what was seen, what is allowed (or means the same), which setting
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "misspelt key": ({"learning_rat": 1.0}, ("LabConfig", "'learning_rat'", "'learning_rate'")),
+    "unknown key": ({"zzzzzz": 1}, ("LabConfig", "'zzzzzz'")),
+    "misspelt in objective": (
+        {"objective": {"name": "grpo", "surogate": "clipped"}},
+        ("`objective`", "'surogate'", "'surrogate'"),
+    ),
+    "misspelt in advantage": ({"advantage": {"name": "group_mean", "eps": 1}}, ("`advantage`", "'eps'", "epsilon")),
+    "misspelt in kl": ({"kl": {"estimater": "k1"}}, ("`kl`", "'estimater'", "'estimator'")),
+    "misspelt in update": ({"update": {"dead_group": "skip"}}, ("`update`", "'dead_group'", "'dead_groups'")),
+    "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),
+    "unknown surrogate": ({"objective": {"name": "grpo", "surrogate": "cliped"}}, ("'cliped'", "clipped")),
+    "unknown aggregation": ({"objective": {"name": "grpo", "aggregation": "mean"}}, ("'mean'", "sequence_mean")),
+    "unknown ratio": ({"objective": {"name": "grpo", "ratio": "word"}}, ("'word'", "token", "sequence")),
+    "unknown advantage": ({"advantage": "zscore"}, ("'zscore'", "group_zscore")),
+    "unknown estimator": ({"kl": {"estimator": "k4", "coefficient": 0.1}}, ("'k4'", "k1", "k3", "estimator")),
+    "unknown placement": (
+        {"kl": {"estimator": "k1", "placement": "advantage", "coefficient": 0.1}},
+        ("'advantage'", "loss", "reward", "placement"),
+    ),
+    "unknown update": ({"update": "of"}, ("'of'", "'off'")),
+    "unknown dead_groups": ({"update": {"dead_groups": "drop"}}, ("'drop'", "skip", "keep", "resample", "dead_groups")),
+    "no budget": ({"update": {"max_tokens": 0}}, ("`update.max_tokens`", "0")),
+    "max_rounds alone": ({"update": {"max_rounds": 3}}, ("`update.max_rounds`", "resample")),
+    "module that is not there": (
+        {"objective": {"name": "grpo", "surrogate": "no_such_module:loss"}},
+        ("'no_such_module:loss'", "surrogate", "cannot be loaded"),
+    ),
+    "surrogate no callable": ({"objective": {"name": "grpo", "surrogate": 3}}, ("`surrogate`", "3", "callable")),
+    # objective against TRL's flat settings, written down or not at their default
+    "loss_type, default written": (
+        {"objective": "dr_grpo", "loss_type": "dapo"},
+        ("`loss_type`='dapo'", "`objective`='dr_grpo'", "'dr_grpo'", "leave one out"),
+    ),
+    "loss_type": ({"objective": "grpo", "loss_type": "bnpo"}, ("`loss_type`='bnpo'", "`objective`='grpo'")),
+    "loss_type of TRL only": ({"objective": "grpo", "loss_type": "sapo"}, ("`loss_type`='sapo'", "`objective`='grpo'")),
+    "loss_type beside reinforce": (
+        {"objective": "reinforce", "loss_type": "grpo"},
+        ("`loss_type`='grpo'", "`objective`='reinforce'", "no counterpart"),
+    ),
+    "scale_rewards, default written": (
+        {"objective": "dr_grpo", "scale_rewards": "group"},
+        ("`scale_rewards`='group'", "`advantage`='group_mean'", "'none'"),
+    ),
+    "scale_rewards": ({"objective": "grpo", "scale_rewards": "none"}, ("`scale_rewards`='none'", "'group_zscore'")),
+    "importance_sampling_level": (
+        {"objective": "gspo", "importance_sampling_level": "token"},
+        ("`importance_sampling_level`='token'", "'sequence'"),
+    ),
+    "epsilon": (
+        {"objective": {"name": "grpo", "epsilon": 0.1}, "epsilon": 0.3},
+        ("`epsilon`=0.3", "`objective.epsilon`=0.1"),
+    ),
+    "epsilon, default written": (
+        {"objective": {"name": "grpo", "epsilon": 0.1}, "epsilon": 0.2},
+        ("`epsilon`=0.2", "`objective.epsilon`=0.1"),
+    ),
+    "delta": ({"objective": {"name": "grpo", "delta": 3.0}, "delta": 4.0}, ("`delta`=4.0", "`objective.delta`=3.0")),
+    # the same thing said twice, or not at all
+    "kl without coefficient": ({"kl": {"estimator": "k2"}}, ("`kl`", "coefficient", "`beta`")),
+    "kl.coefficient and beta": (
+        {"kl": {"estimator": "k2", "coefficient": 0.1}, "beta": 0.2},
+        ("`kl.coefficient` is 0.1", "`beta` is 0.2"),
+    ),
+    "kl beside TRL's loss": (
+        {"kl": {"estimator": "k2", "coefficient": 0.1}, "loss_type": "sapo"},
+        ("`kl`", "sapo", "`beta`"),
+    ),
+    "kl as a number": ({"kl": 0.1}, ("`kl` is 0.1", "mapping")),
+    "epsilon of an advantage object": (
+        {"advantage": {"name": my_surrogate, "epsilon": 1e-4}},
+        ("`advantage.epsilon`", "no effect"),
+    ),
+    # batch sizes
+    "batch does not divide": (
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_generations": 8},
+        ("4 × 1 × 3 = 12", "`num_generations` = 8", "`gradient_accumulation_steps` 2 or 4", "size` 8", "3, 4, 6, 12"),
+    ),
+    "steps_per_generation does not divide": (
+        {"per_device_train_batch_size": 2, "steps_per_generation": 3, "num_generations": 4},
+        ("2 × 1 × 3 = 6", "`steps_per_generation` 2 or 4"),
+    ),
+    "generation_batch_size does not divide": (
+        {"per_device_train_batch_size": 4, "generation_batch_size": 18, "num_generations": 6},
+        ("`generation_batch_size` is 18", "4 × 1 = 4", "= 6", "12 or 24"),
+    ),
+    "both batch settings": (
+        {"generation_batch_size": 16, "steps_per_generation": 2},
+        ("`generation_batch_size`=16", "`steps_per_generation`=2", "leave one out"),
+    ),
+    "eval batch does not divide": (
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "num_generations_eval": 4},
+        ("6 × 1 = 6", "`num_generations_eval` = 4", "`per_device_eval_batch_size` 4 or 8", "1, 2, 3, 6"),
+    ),
+    "one generation": ({"num_generations": 1}, ("`num_generations` is 1", "at least 2")),
+    "no generation": ({"num_generations": 0}, ("`num_generations` is 0",)),
+    "no rows": ({"per_device_train_batch_size": 0}, ("`per_device_train_batch_size` is 0",)),
+}
+NOT_HONOURED: dict[str, Any] = {
+    "top_entropy_quantile": 0.5,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 0.5,
+    "entropy_coef_delta": 0.1,
+    "off_policy_mask_threshold": 0.5,
+    "multi_objective_aggregation": "normalize_then_sum",
+    "sapo_temperature_neg": 2.0,
+    "vespo_k_pos": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name: str) -> None:
+    settings, parts = REFUSED[name]
+    with pytest.raises(ValueError) as caught:
+        config(**settings)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(NOT_HONOURED))
+def test_option_of_trls_loss_is_refused_beside_objective_and_accepted_without(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}`.*`objective`='grpo' does not honour"):
+        config(objective="grpo", **{name: NOT_HONOURED[name]})
+    assert getattr(config(**{name: NOT_HONOURED[name]}), name) == NOT_HONOURED[name]
+
+
+def test_an_unknown_key_is_also_a_type_error() -> None:
+    """Python calls a wrong keyword a ``TypeError``; who catches that still does."""
+    with pytest.raises(TypeError):
+        config(learning_rat=1.0)
+
+
+def test_batch_sizes_count_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="2 × 3 × 1 = 6 completions"):
+        config(per_device_train_batch_size=2, num_generations=4)
+
+
+def test_every_number_that_is_named_divides() -> None:
+    """What the message proposes is accepted: all small sizes."""
+    import re
+
+    for size in range(1, 7):
+        for steps in range(1, 6):
+            for group in range(2, 9):
+                if size * steps % group == 0:
+                    continue
+                sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+                with pytest.raises(ValueError) as caught:
+                    config(**sizes, num_generations=group)
+                said = str(caught.value).split("What would do: ")[1]
+                for name, values in re.findall(r"`(\w+)` ([\d, or]+\d)", said):
+                    for value in re.findall(r"\d+", values):
+                        changed = {**sizes, "num_generations": group, name: int(value)}
+                        batch = changed["per_device_train_batch_size"] * changed["gradient_accumulation_steps"]
+                        assert batch % changed["num_generations"] == 0, str(caught.value)
+
+
+# -- acceptances ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "dr_grpo", "loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"objective": "gspo", "importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"objective": {"name": "grpo", "epsilon": 0.1}, "epsilon": 0.1},
+        {"kl": {"estimator": "k2", "coefficient": 0.1}, "beta": 0.1},
+        {"kl": {"estimator": "k2"}, "beta": 0.1},
+        {"kl": "k2", "beta": 0.1},
+        {"objective": "cispo", "epsilon_high": 5.0},
+    ],
+    ids=str,
+)
+def test_saying_the_same_twice_is_no_contradiction(settings: dict[str, Any]) -> None:
+    config(**settings)
+
+
+def test_the_objective_stands_in_trls_fields_too() -> None:
+    found = config(objective="dr_grpo", kl={"estimator": "k2", "coefficient": 0.3})
+    assert (found.loss_type, found.scale_rewards, found.beta) == ("dr_grpo", "none", 0.3)
+    assert config(objective="gspo").importance_sampling_level == "sequence"
+    assert config(objective={"name": "grpo", "epsilon": 0.1}).epsilon == 0.1
+
+
+def test_without_objective_everything_is_as_in_trl() -> None:
+    ours, theirs = config(), GRPOConfig("unused", use_cpu=True, bf16=False, report_to="none")
+    assert {f.name for f in dataclasses.fields(ours)} - {f.name for f in dataclasses.fields(theirs)} == {
+        *("objective", "advantage", "kl", "update")
+    }
+    for field in dataclasses.fields(theirs):
+        if field.name != "logging_dir":
+            assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+
+
+@pytest.mark.parametrize("spelling", ["off", False, {"name": "off"}, '{"name": "off"}'], ids=str)
+def test_update_off_in_every_spelling(spelling: Any) -> None:
+    """YAML 1.1 reads a bare ``off`` as false."""
+    assert config(update=spelling).lab_settings.update.is_off
+
+
+# -- parsers -------------------------------------------------------------------------------------------------------------
+
+LINE = ["--output_dir", "unused", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
+@pytest.mark.parametrize("parser_class", [TrlParser, HfArgumentParser])
+def test_command_line(parser_class: Any) -> None:
+    line = [*LINE, "--objective", "dr_grpo", "--update", "off", "--kl", '{"estimator": "k2", "coefficient": 0.1}']
+    (found,) = parser_class(LabConfig).parse_args_into_dataclasses(args=line)
+    assert found.lab_settings.objective.name == "dr_grpo"
+    assert found.lab_settings.update.is_off
+    assert found.lab_settings.kl.coefficient == found.beta == 0.1
+    assert found.loss_type == "dr_grpo"
+
+
+def test_mappings_on_the_command_line_are_json() -> None:
+    line = [*LINE, "--objective", '{"name": "grpo", "epsilon": 0.1}', "--advantage", "leave_one_out"]
+    (found,) = TrlParser(LabConfig).parse_args_into_dataclasses(args=line)
+    assert found.lab_settings.objective.epsilon == found.epsilon == 0.1
+    assert found.lab_settings.advantage.name == "leave_one_out"
+
+
+def test_a_contradiction_on_the_command_line_is_refused() -> None:
+    """A parser writes every field, so only a value that is not the default is known to be the user's."""
+    with pytest.raises(ValueError, match="`loss_type`='bnpo' contradicts `objective`='grpo'"):
+        TrlParser(LabConfig).parse_args_into_dataclasses(args=[*LINE, "--objective", "grpo", "--loss_type", "bnpo"])
+
+
+def test_yaml_through_trl_parser(tmp_path: Path) -> None:
+    settings = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "objective": {"name": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+        "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.01},
+        "update": {"dead_groups": "keep", "max_tokens": 4096},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    (found,) = TrlParser(LabConfig).parse_args_and_config(args=["--config", str(file), "--learning_rate", "0.5"])
+    assert found.lab_settings.update.max_tokens == 4096
+    assert (found.epsilon_high, found.beta, found.learning_rate) == (0.28, 0.01, 0.5)
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+FULL: dict[str, Any] = {
+    "objective": {"name": "dr_grpo", "surrogate": Clipped(0.1, 0.3)},
+    "advantage": "leave_one_out",
+    "kl": {"estimator": "k2", "coefficient": 0.1},
+    "update": {"dead_groups": "keep"},
+}
+
+
+def same(a: LabConfig, b: LabConfig) -> bool:
+    return a.lab_settings == b.lab_settings and a.loss_type == b.loss_type and a.beta == b.beta and a.seed == b.seed
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_copies(again: Any) -> None:
+    first = config(**FULL, seed=11)
+    assert same(again(first), first)
+    assert again(first)._written == first._written
+
+
+def test_dataclasses_replace() -> None:
+    """As with TRL's own config, the derived batch size has to be left out: both of the pair are set after construction."""
+    first = config(**FULL)
+    second = dataclasses.replace(first, learning_rate=0.25, steps_per_generation=None, generation_batch_size=None)
+    assert second.learning_rate == 0.25
+    assert same(second, first)
+
+
+def test_json_round_trip_with_parts_by_name() -> None:
+    written = json.loads(json.dumps(config(objective={"name": "grpo", "surrogate": my_surrogate}).to_dict()))
+    assert written["objective"]["surrogate"] == f"{__name__}:my_surrogate"
+    names = ("objective", "advantage", "kl", "update", "loss_type", "scale_rewards", "beta", "epsilon")
+    again = config(**{name: written[name] for name in names})
+    assert algorithm_from(again, again.lab_settings).objective.surrogate is my_surrogate
+
+
+def test_json_of_every_kind_of_part() -> None:
+    """A function, a class, an object: all become text; ``to_json_string`` works (it is what gets logged and saved)."""
+    for part in (my_surrogate, Clipped, Clipped(0.2, 0.2), lambda batch: batch.logps):
+        text = config(objective={"name": "grpo", "surrogate": part}).to_json_string()
+        assert ":" in json.loads(text)["objective"]["surrogate"]
+
+
+def test_config_is_saved_and_loaded_by_torch(tmp_path: Path) -> None:
+    """``training_args.bin`` is how the Trainer keeps it beside each checkpoint."""
+    import torch
+
+    first = config(tmp_path, **FULL)
+    torch.save(first, tmp_path / "training_args.bin")
+    assert same(torch.load(tmp_path / "training_args.bin", weights_only=False), first)

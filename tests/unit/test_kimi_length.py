@@ -1,0 +1,203 @@
+"""Kimi k1.5's length reward: every case by hand, then as a reward of a run."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainerState
+
+from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
+from grpo_lab.rewards.protocol import Group
+
+
+def group_of(lengths: list[int], accuracy: list[float | None], **more: Any) -> Group:
+    ids = [[7] * length for length in lengths]
+    texts = ["x" * length for length in lengths]
+    return Group("q", texts, ids, lengths, rewards={"accuracy_reward": accuracy}, **more)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "correct", "expected"),
+    [
+        # λ = 0.5 − (len − 100)/(300 − 100): 0.5, 0.25, 0, −0.5; the third is right with λ = 0, the last wrong
+        ([100, 150, 200, 300], [True, True, True, False], [0.5, 0.25, 0.0, -0.5]),
+        # wrong ones never gain: min(0, 0.5) = 0, min(0, 0.25) = 0, and keep their penalty
+        ([100, 150, 200, 300], [False, False, False, False], [0.0, 0.0, 0.0, -0.5]),
+        ([100, 150, 200, 300], [True, True, True, True], [0.5, 0.25, 0.0, -0.5]),
+        ([10, 20], [False, True], [0.0, -0.5]),
+        ([120, 120, 120], [True, False, True], [0.0, 0.0, 0.0]),  # max = min
+        ([64], [True], [0.0]),
+        ([64], [False], [0.0]),
+        ([], [], []),
+        # ties share their value: λ(1) = 0.5, λ(5) = −0.5
+        ([5, 1, 5, 1], [True, True, False, False], [-0.5, 0.5, -0.5, 0.0]),
+        # 0 tokens is a length: λ = 0.5 − 3/4 = −0.25
+        ([0, 3, 4], [True, True, True], [0.5, -0.25, -0.5]),
+        # unscorable: the 1,000 tokens of the last are not the maximum, 30 is
+        ([10, 20, 30, 1000], [True, True, True, None], [0.5, 0.0, -0.5, 0.0]),
+        ([10, 1000], [True, None], [0.0, 0.0]),
+        ([10, 1000], [None, None], [0.0, 0.0]),
+    ],
+)
+def test_by_hand(lengths: list[int], correct: list[bool | None], expected: list[float]) -> None:
+    assert kimi_length_reward(lengths, correct) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=2, max_size=16))
+def test_properties_of_the_formula(samples: list[tuple[int, bool]]) -> None:
+    lengths, correct = [n for n, _ in samples], [ok for _, ok in samples]
+    rewards = kimi_length_reward(lengths, correct)
+    assert all(-0.5 <= reward <= 0.5 for reward in rewards)
+    assert all(reward <= 0 for reward, ok in zip(rewards, correct) if not ok)
+    for (n_a, ok_a), a in zip(samples, rewards):
+        for (n_b, ok_b), b in zip(samples, rewards):
+            if ok_a == ok_b and n_a <= n_b:
+                assert a >= b  # shorter is never worse among equals
+            if n_a == n_b and ok_a and not ok_b:
+                assert a >= b  # nor right worse than wrong
+
+
+@given(st.permutations(range(5)))
+def test_order_of_samples_does_not_matter(order: list[int]) -> None:
+    lengths, correct = [10, 25, 40, 40, 90], [True, False, True, None, False]
+    plain = kimi_length_reward(lengths, correct)
+    shuffled = kimi_length_reward([lengths[i] for i in order], [correct[i] for i in order])
+    assert shuffled == [plain[i] for i in order]
+
+
+def test_over_a_whole_batch_it_is_another_reward() -> None:
+    """The trap of public code: min and max over all prompts of the local list, or over half a group."""
+    easy, hard, correct = [10, 20], [100, 200], [True, True]
+    by_group = kimi_length_reward(easy, correct) + kimi_length_reward(hard, correct)
+    local_list = kimi_length_reward(easy + hard, correct + correct)
+    assert by_group == [0.5, -0.5, 0.5, -0.5]
+    # 0.5 − 10/190 and 0.5 − 90/190: the hard problem's *shortest* answer is nearly at zero there
+    assert local_list == pytest.approx([0.5, 0.5 - 10 / 190, 0.5 - 90 / 190, -0.5])
+
+    group, right = [10, 20, 30, 40], [True] * 4
+    halves = kimi_length_reward(group[:2], right[:2]) + kimi_length_reward(group[2:], right[2:])
+    assert halves == [0.5, -0.5, 0.5, -0.5]
+    assert kimi_length_reward(group, right) == pytest.approx([0.5, 1 / 6, -1 / 6, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "correct", "says"),
+    [([1, 2], [True], "2 lengths, 1 verdicts"), ([1, -2], [True, True], "token counts ≥ 0, got -2")],
+)
+def test_bad_input(lengths: list[int], correct: list[bool], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kimi_length_reward(lengths, correct)
+
+
+def test_scores_a_group_with_the_runs_own_accuracy() -> None:
+    reward = KimiLengthReward(weight=0.2)
+    assert reward.__name__ == reward.name == "kimi_length_reward"
+    assert reward.scope == "group"
+    assert reward.requires == ("accuracy_reward",)
+    # 0.2 · [0.5, 0, −0.5]; the middle one is wrong with λ = 0
+    assert reward.score_group(group_of([10, 20, 30], [1.0, 0.0, 1.0])) == pytest.approx([0.1, 0.0, -0.1])
+
+
+def test_unscorable_samples_stay_unscorable_and_out_of_the_range() -> None:
+    scored = KimiLengthReward().score_group(group_of([10, 20, 30, 999], [1.0, 1.0, 1.0, None]))
+    assert scored == [0.5, 0.0, -0.5, None]
+    assert KimiLengthReward().score_group(group_of([10, 20], [None, None])) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("truncated", "expected"),
+    [
+        ("as_is", [0.5, 0.0, -0.5]),
+        # the cut-off "correct" sample at λ = −0.5 keeps its penalty; nothing it could gain
+        ("wrong", [0.5, 0.0, -0.5]),
+        # range 10 … 20 without it: 0.5, −0.5, and 0 for the excluded one
+        ("exclude", [0.5, -0.5, 0.0]),
+    ],
+)
+def test_truncated_samples_are_a_stated_choice(truncated: Any, expected: list[float]) -> None:
+    group = group_of([10, 20, 30], [1.0, 1.0, 1.0], truncated=[False, False, True])
+    assert KimiLengthReward(truncated=truncated).score_group(group) == expected
+
+
+def test_a_truncated_sample_that_is_wrong_gains_nothing() -> None:
+    group = group_of([10, 30], [1.0, 1.0], truncated=[True, False])
+    assert KimiLengthReward(truncated="as_is").score_group(group) == [0.5, -0.5]
+    assert KimiLengthReward(truncated="wrong").score_group(group) == [0.0, -0.5]
+
+
+def test_truncation_must_be_known_to_be_used() -> None:
+    with pytest.raises(ValueError, match=r"stock TRL tells no reward.*LabTrainer"):
+        KimiLengthReward(truncated="wrong").score_group(group_of([1, 2], [1.0, 1.0]))
+
+
+def test_warm_up_is_off_then_constant_and_exact_over_a_resume() -> None:
+    reward = KimiLengthReward(weight=0.4, warmup_steps=3)
+    run = [reward.score_group(group_of([1, 2], [1.0, 1.0], step=step)) for step in range(6)]
+    assert [scores[0] for scores in run] == [0.0, 0.0, 0.0, 0.2, 0.2, 0.2]
+    resumed = pickle.loads(pickle.dumps(KimiLengthReward(weight=0.4, warmup_steps=3)))
+    assert [resumed.score_group(group_of([1, 2], [1.0, 1.0], step=step)) for step in range(2, 6)] == run[2:]
+
+
+def test_ramps_come_from_the_schedules() -> None:
+    reward = KimiLengthReward(weight={"kind": "linear", "start": 0, "end": 10, "value": 1.0})
+    assert reward.score_group(group_of([1, 2], [1.0, 1.0], step=5)) == [0.25, -0.25]
+    assert reward.weight_at(5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"weight": {"kind": "warmup", "start": 1, "value": 1.0}, "warmup_steps": 2}, "leave `warmup_steps` at 0"),
+        ({"truncated": "drop"}, "`truncated` must be one of"),
+        ({"correctness": 3}, "`correctness` is a reward's name or a reward callable"),
+        ({"weight": float("inf")}, "finite"),
+        ({"warmup_steps": -1}, "`start` must be a step number"),
+        ({"num_generations": 0}, "`num_generations` must be at least 1"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        KimiLengthReward(**settings)
+
+
+def answers_two(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float("2" in completion) for completion in completions]
+
+
+def test_in_stock_trl_it_brings_its_own_correctness_and_counts_tokens() -> None:
+    reward = KimiLengthReward(weight=0.5, warmup_steps=2, correctness=answers_two)
+    call = {
+        "prompts": ["a", "a", "a", "b", "b", "b"],
+        "completions": ["2", "22", "no", "2", "2", "2"],
+        "completion_ids": [[1], [1, 1, 1], [1, 1], [1] * 4, [1] * 8, [1] * 6],
+        "solution": ["2"] * 6,
+    }
+    before = TrainerState(global_step=1, max_steps=10)
+    after = TrainerState(global_step=2, max_steps=10)
+    assert reward(**call, trainer_state=before) == [0.0] * 6
+    # a: tokens 1, 3, 2 → λ 0.5, −0.5, 0 (wrong: 0); b: tokens 4, 8, 6 → 0.5, −0.5, 0; all times 0.5
+    assert reward(**call, trainer_state=after) == [0.25, -0.25, 0.0, 0.25, -0.25, 0.0]
+    with pytest.raises(ValueError, match="call it with `trainer_state`"):
+        reward(**call)
+
+
+def test_in_stock_trl_a_name_alone_is_not_enough() -> None:
+    with pytest.raises(ValueError, match=r"needs the values of reward 'accuracy_reward'.*hand the callable"):
+        KimiLengthReward()(prompts=["a", "a"], completions=["x", "y"], completion_ids=[[1], [2, 3]])
+
+
+def test_without_completion_ids_there_are_no_tokens_to_count() -> None:
+    with pytest.raises(ValueError, match="counts tokens"):
+        KimiLengthReward(correctness=answers_two)(prompts=["a", "a"], completions=["2", "2"])
+
+
+def test_picklable_with_its_correctness() -> None:
+    reward = KimiLengthReward(weight=0.3, warmup_steps=5, correctness=answers_two, truncated="exclude")
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy.schedule == reward.schedule
+    assert copy.sources == {"answers_two": answers_two}
+    assert copy.truncated == "exclude"

@@ -1,0 +1,70 @@
+"""The fast path for plain numbers never changes a verdict: compared with math-verify itself, in this process."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
+
+
+def by_math_verify(gold: str, answer: str) -> bool:
+    from grpo_lab.verifiers.math_worker import compare
+
+    return compare({"gold": gold, "answer": answer})["verdict"] == "equal"
+
+
+def spelled(whole: int, places: str, commas: bool, sign: str) -> str:
+    return sign + (f"{whole:,}" if commas else str(whole)) + places
+
+
+numbers = st.builds(
+    spelled,
+    st.one_of(st.integers(0, 12), st.integers(0, 10**7)),
+    st.one_of(st.just(""), st.just(".0"), st.from_regex(r"\.[0-9]{1,7}", fullmatch=True)),
+    st.booleans(),
+    st.sampled_from(["", "-", "+"]),
+)
+neighbours = st.builds(
+    lambda whole, digits, by: (f"{whole}.{digits:07d}", f"{whole}.{(digits + by) % 10**7:07d}"),
+    st.integers(0, 99),
+    st.integers(0, 10**7 - 1),
+    st.integers(0, 30),  # up to 3e-6 apart: around math-verify's rounding to six places
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(st.tuples(numbers, numbers), neighbours, numbers.map(lambda text: (text, text))))
+def test_agrees_with_math_verify_wherever_it_decides(pair: tuple[str, str]) -> None:
+    decided = compare_plain_numbers(*pair)
+    if decided is not None:
+        assert decided == by_math_verify(*pair)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("18", "18", True),
+        ("18", "18.0", True),
+        ("1,800", "1800", True),
+        ("025", "25", True),
+        ("-0", "0", True),
+        ("18", "19", False),
+        ("18", "-18", False),
+        ("1800", "1.8", False),
+        ("0.5", "0.51", False),
+        ("0.3333333", "0.3333334", None),  # 1e-7 apart: alike after rounding to six places, so not ours to say
+        ("12345678901234567", "12345678901234568", None),  # more digits than a double holds
+        ("10%", "10", None),
+        ("1/2", "0.5", None),
+        ("1,23", "123", None),
+    ],
+)
+def test_by_hand(gold: str, answer: str, verdict: bool | None) -> None:
+    assert compare_plain_numbers(gold, answer) is verdict
+
+
+@pytest.mark.parametrize("text", ["", "-", ".", ",", "1,0000", "1e5", "x", "1.2.3", "٣", "1 000", "--1"])
+def test_not_plain(text: str) -> None:
+    assert not is_plain_number(text)

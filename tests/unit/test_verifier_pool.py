@@ -1,0 +1,174 @@
+"""The worker pool: limits, no lost jobs, no zombies. The handler is `builtins:eval`, so that a payload is a program."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_lab.verifiers import Limits, VerifierError, WorkerPool
+
+SLEEP = "__import__('time').sleep(60)"
+SEGFAULT = "__import__('os').kill(__import__('os').getpid(), 11)"
+HOG = "len([0] * 10**10)"  # 80 GB of pointers
+
+
+def alive(pid: int) -> bool:
+    """Running, or dead and unreaped (a zombie counts as alive)."""
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def pool():
+    with_limits = WorkerPool("builtins:eval", limits=Limits(seconds=1.0), size=2)
+    yield with_limits
+    with_limits.close()
+
+
+def test_values_come_back_in_order(pool: WorkerPool) -> None:
+    outcomes = pool.run([f"{i} * {i}" for i in range(50)])
+    assert [outcome.value for outcome in outcomes] == [i * i for i in range(50)]
+    assert {outcome.status for outcome in outcomes} == {"ok"}
+
+
+def test_a_hang_a_crash_and_a_hog_cost_only_themselves(pool: WorkerPool) -> None:
+    jobs = ["1", SLEEP, "2", SEGFAULT, "3", HOG, "4", "9**9**9**9", "5"]
+    begun = time.monotonic()
+    outcomes = pool.run(jobs)
+    assert [outcome.status for outcome in outcomes] == [
+        "ok", "timeout", "ok", "crash", "ok", "crash", "ok", "timeout", "ok",
+    ]  # fmt: skip
+    assert [outcome.value for outcome in outcomes if outcome.status == "ok"] == [1, 2, 3, 4, 5]
+    assert "SIGSEGV" in outcomes[3].reason
+    assert "memory" in outcomes[5].reason
+    assert pool.replaced >= 4
+    assert time.monotonic() - begun < 30
+    assert outcomes[1].seconds < 5  # the limit is 1 s of wall clock; the rest is slack for a loaded machine
+
+
+def test_a_handler_that_raises_is_a_bug_not_a_verdict(pool: WorkerPool) -> None:
+    with pytest.raises(VerifierError, match="ZeroDivisionError"):
+        pool.run(["1", "1/0", "2"])
+    assert [outcome.value for outcome in pool.run(["7"])] == [7]  # and the pool is fit for use again
+
+
+def test_a_handler_that_does_not_exist_is_a_bug() -> None:
+    with pytest.raises(VerifierError, match="no_such_module"):
+        WorkerPool("no_such_module:f", size=1).run([1])
+
+
+def test_large_payloads_and_values_cross_the_pipe(pool: WorkerPool) -> None:
+    text = "x" * 2_000_000
+    assert [outcome.value for outcome in pool.run([repr(text), f"len({text!r})"])] == [text, 2_000_000]
+
+
+def test_nothing_starts_before_the_first_job(pool: WorkerPool) -> None:
+    assert pool.pids == []
+    assert pool.run([]) == []
+    assert pool.pids == []
+    pool.run(["1"])
+    assert len(pool.pids) == 1  # one job needs one process
+
+
+def test_a_worker_killed_while_idle_costs_no_job(pool: WorkerPool) -> None:
+    pool.run(["1"])
+    os.kill(pool.pids[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert [outcome.status for outcome in pool.run(["2", "3"])] == ["ok", "ok"]
+
+
+def test_close_reaps_every_process(pool: WorkerPool) -> None:
+    pool.run(["1", "2"])
+    pids = pool.pids
+    pool.close()
+    assert not any(map(alive, pids))
+
+
+def test_from_several_threads_at_once(pool: WorkerPool) -> None:
+    results: dict[int, list[int]] = {}
+
+    def work(n: int) -> None:
+        results[n] = [outcome.value for outcome in pool.run([f"{n} + {i}" for i in range(10)])]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [n + i for i in range(10)] for n in (100, 200, 300)}
+
+
+def test_a_pickled_copy_starts_processes_of_its_own(pool: WorkerPool) -> None:
+    pool.run(["1"])
+    copy = pickle.loads(pickle.dumps(pool))
+    assert copy.pids == []
+    assert [outcome.value for outcome in copy.run(["2"])] == [2]
+    assert not set(copy.pids) & set(pool.pids)
+    copy.close()
+
+
+def test_a_fork_leaves_the_parents_workers_alone(pool: WorkerPool) -> None:
+    pool.run(["1"])
+    mine = pool.pids
+    child = os.fork()
+    if child == 0:
+        right = pool.run(["2"])[0].value == 2 and not set(pool.pids) & set(mine)
+        pool.close()
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.pids == mine
+    assert pool.run(["3"])[0].value == 3
+
+
+SCRIPT = """
+import sys
+from grpo_lab.verifiers import Limits, WorkerPool
+pool = WorkerPool("builtins:eval", limits=Limits(seconds=30), size=2)
+pool.run(["1", "2"])
+print(*pool.pids, flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('x')", "import os; os.kill(os.getpid(), 9)"])
+def test_no_process_outlives_the_program(ending: str) -> None:
+    """Also a guard against `__main__` being run again in the workers: the script has no `__name__` guard."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending=ending)], capture_output=True, text=True, timeout=60, check=False
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_workers_see_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert pool.run(["dict(__import__('os').environ).get('HF_TOKEN')"])[0].value is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"handler": "nothing"}, "handler"),
+        ({"handler": "a:b", "size": 0}, "size"),
+    ],
+)
+def test_bad_settings_are_named(arguments: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        WorkerPool(**arguments)
+
+
+@pytest.mark.parametrize("setting", [{"seconds": 0}, {"memory_bytes": 1000}])
+def test_bad_limits_are_named(setting: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Limits(**setting)
