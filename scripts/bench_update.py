@@ -258,7 +258,7 @@ def packed(sequences: list[list[int]], budget: int) -> list[tuple[torch.Tensor, 
         count = max(1, budget // width)
         batch = rows[at : at + count]
         longest = max(sum(map(len, row)) for row in batch)
-        ids = [sum(row, []) + [0] * (longest - sum(map(len, row))) for row in batch]
+        ids = [[i for s in row for i in s] + [0] * (longest - sum(map(len, row))) for row in batch]
         positions = [[i for s in row for i in range(len(s))] + [0] * (longest - sum(map(len, row))) for row in batch]
         batches.append((torch.tensor(ids), torch.tensor(positions)))
         at += count
@@ -301,11 +301,14 @@ def build(folder: Path, shape: str) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     names = list(rows[0])
-    show = lambda v: (
-        f"{v:.1e}" if isinstance(v, float) and 0 < abs(v) < 1e-3 else f"{v:,.2f}" if isinstance(v, float) else str(v)
-    )  # noqa: E731
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    return "\n".join(lines + ["| " + " | ".join(show(row.get(name, "")) for name in names) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows])
+
+
+def shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.2f}"
 
 
 def main() -> None:
@@ -327,7 +330,8 @@ def main() -> None:
         flush=True,
     )
     for shape in ["0.5B", "1.5B"] if args.gpu else ["10M"]:
-        for args.checkpointing in [False, True] if args.gpu else [False]:
+        for checkpointing in [False, True] if args.gpu else [False]:
+            args.checkpointing = checkpointing
             with tempfile.TemporaryDirectory() as folder:
                 size = build(Path(folder), shape)
                 name = f"{shape} ({size / 1e6:.1f} M parameters), {args.rows} rows, micro-batch {args.micro}, checkpointing {args.checkpointing}"

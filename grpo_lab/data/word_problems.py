@@ -259,18 +259,18 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
         a = rng.randint(2, min(9, room // 2))
         return a, rng.randint(2, max(2, min(12, room // a)))
     if value is None:
-        left = _opening(rng, move.op, largest)
+        left = _opening(rng, move, largest)
     else:
         left = value
     allowed = _right_operands(move, left, largest)
     return (left, rng.choice(allowed)) if allowed else None
 
 
-def _opening(rng: random.Random, op: str, largest: int) -> int:
-    if op == "*":
+def _opening(rng: random.Random, move: Move, largest: int) -> int:
+    if move.op == "*":
         return rng.randint(2, min(12, largest // 2))
-    if op == "/":
-        return rng.choice([n for n in range(4, largest + 1) if any(n % k == 0 and n > k for k in range(2, 10))])
+    if move.op == "/":
+        return rng.choice([left for left in range(4, largest + 1) if _right_operands(move, left, largest)])
     return rng.randint(3, largest * 3 // 5)
 
 

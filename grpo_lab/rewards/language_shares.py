@@ -23,7 +23,7 @@ CAPITALS_PER_WORD = 0.6
 """Capitalised words for each other word that prose explains (German, the highest: about 0.5)."""
 LETTERS_PER_WORD = 0.15
 """One-letter words for each other word of Latin prose (Portuguese, the highest: about 0.12)."""
-MOST_NAMES = 0.2
+MOST_NAMES = 0.15
 """At most this share of a text's words is forgiven as names in a foreign script."""
 
 

@@ -137,9 +137,7 @@ def runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def engine_factory(
-    options: EngineOptions, *, trainer_dtype: torch.dtype | None = None
-) -> Callable[..., GroupedEngine]:
+def engine_factory(options: EngineOptions, *, trainer_dtype: torch.dtype | None = None) -> Callable[..., GroupedEngine]:
     """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top.
 
     The caller's `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`).

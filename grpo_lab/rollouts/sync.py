@@ -91,9 +91,7 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
     return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
 
 
-def copied(
-    named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def copied(named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same stream with tensors of its own, since the engine keeps them longer than the stream does."""
     for name, tensor in named_params:
         brought.add(name)

@@ -22,9 +22,7 @@ FOLDER_PREFIX = "grpo-lab-weights-"
 SHARD_BYTES = 2 * 1024**3
 
 
-def write_shards(
-    named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
-) -> int:
+def write_shards(named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Write a stream of tensors as shard-00000.safetensors, ... -> number of tensors. Each tensor is copied."""
     from safetensors.torch import save_file
 

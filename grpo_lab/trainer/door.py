@@ -67,7 +67,9 @@ def check_columns(reward: Any, columns: list[str]) -> None:
             )
 
 
-def check_prompt_lengths(lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None) -> str | None:
+def check_prompt_lengths(
+    lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None
+) -> str | None:
     """Prompts must leave room for a completion in the model's context.
 
     Args:

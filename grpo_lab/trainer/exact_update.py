@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
+from grpo_lab.trainer.metrics import LeftOut
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import (
@@ -191,16 +192,26 @@ class ExactUpdate:
 
     def _record_skipped(self, plan: Plan, table: RowTable, batch: TokenBatch, denominators: Denominators) -> None:
         """Rows left out still count in means that are 0 for them; one rank speaks for all."""
+        as_trl = self.trainer.metric_book("train").mean_of_means
+        device, scored = table.offset.device, table.loss_mask.sum(1)
         skipped = torch.ones(table.offset.numel(), dtype=torch.bool)
         skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
-        skipped = skipped.to(table.offset.device) & table.loss_mask.any(1)
-        if self.trainer.accelerator.process_index != 0:
-            skipped = torch.zeros_like(skipped)
-        count = int(denominators.micro_batches) if self.trainer.metric_book("train").mean_of_means else 1
-        slots = table.fields["micro_batch"] if count > 1 else torch.zeros_like(table.fields["micro_batch"])
-        zeros = torch.zeros(count, device=table.offset.device)
-        tokens = zeros.index_add(0, slots, (table.loss_mask.sum(1) * skipped).float())
-        self.trainer.record_skipped(batch, tokens, zeros.index_add(0, slots, skipped.float()))
+        skipped = skipped.to(device) & (self.trainer.accelerator.process_index == 0)
+        slots = table.fields["micro_batch"] if as_trl else torch.zeros_like(table.fields["micro_batch"])
+        zeros = torch.zeros(int(denominators.micro_batches) if as_trl else 1, device=device)
+
+        def per_slot(values: Tensor) -> Tensor:
+            return zeros.index_add(0, slots, values.float())
+
+        self.trainer.record_skipped(
+            batch,
+            LeftOut(
+                tokens=per_slot(scored * skipped),
+                rows=per_slot(skipped if as_trl else skipped & (scored > 0)),
+                rows_with_tokens=per_slot(skipped & (scored > 0)),
+                without_tokens=(per_slot(scored) == 0) & as_trl,
+            ),
+        )
 
     def _record(self, plan: Plan, table: RowTable, window: list[dict[str, Any]]) -> None:
         """What the step computed against what stock would have, the same on every rank."""

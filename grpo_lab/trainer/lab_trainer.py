@@ -23,8 +23,17 @@ from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
 from grpo_lab.trainer.loss_proof import prove_loss
-from grpo_lab.trainer.metrics import EXTREMES, MetricBook, add_token_metric, reward_metrics
+from grpo_lab.trainer.metrics import (
+    EXTREMES,
+    NOTHING,
+    LeftOut,
+    MetricBook,
+    add_extreme_metric,
+    add_token_metric,
+    reward_metrics,
+)
 from grpo_lab.trainer.named_parts import with_class_parts
+from grpo_lab.trainer.resample import Resampler, check_resample
 from grpo_lab.trainer.reward_table import (
     Scored,
     check_finite,
@@ -65,12 +74,15 @@ class LabTrainer(GRPOTrainer):
         args = with_class_parts(type(self), model, args)
         check_inputs(model, reward_funcs, args, train_dataset, kwargs)
         self.lab_settings = args.lab_settings
+        if self.lab_settings.update.dead_groups == "resample":
+            check_resample(train_dataset)
         self.algorithm = algorithm_from(args, self.lab_settings)
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
         super().__init__(model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
         self._update = ExactUpdate(self)
+        self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._prove()
 
     # -- public hooks ------------------------------------------------------------------------------------------------
@@ -121,6 +133,13 @@ class LabTrainer(GRPOTrainer):
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = self._generate_and_score(inputs)
+        if self.model.training and self.lab_settings.update.dead_groups == "resample":
+            return self._resampler.fill(output, self._generate_and_score)
+        return output
+
+    def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
+        """One generation batch: TRL's completions and rewards, our advantages."""
         misaligned, corrected = trl_bridge.wants_old_log_probs(self)
         deferred = corrected and not misaligned and self.model.training and verdict(self).stock is None
         with trl_bridge.policy_forward_deferred(self) if deferred else contextlib.nullcontext():
@@ -222,15 +241,21 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        if self.algorithm.objective is None or self.aux_loss_enabled or not self._same_trl_path(inputs):
+        if self.algorithm.objective is None or not self._same_trl_path(inputs):
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
         mode = self._mode()
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         multimodal = {name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
-        logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model, input_ids, attention, inputs["completion_ids"].size(1), compute_entropy=True, **multimodal
+        logps, entropies, router_loss = self._get_per_token_logps_and_entropies(
+            model,
+            input_ids,
+            attention,
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **multimodal,
         )
         batch = self.token_batch(logps, entropies, _loss_mask(inputs), inputs)
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
@@ -240,11 +265,15 @@ class LabTrainer(GRPOTrainer):
             budget=float(self.max_completion_length),
             micro_batches=accumulation,
         )
+        loss = self.algorithm.objective.aggregate(self.token_loss(batch), batch.mask, denominators)
         self.record_tokens(batch)
         book = self._books[mode]
+        if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
+            loss = loss + self.router_aux_loss_coef * router_loss / accumulation
+            book.add("aux_loss", router_loss, 1.0)
         if mode == "eval" or self.accelerator.sync_gradients or book.mean_of_means:  # then each micro-batch is a mean
             book.reduce(self.accelerator)
-        return self.algorithm.objective.aggregate(self.token_loss(batch), batch.mask, denominators)
+        return loss
 
     def _same_trl_path(self, inputs: dict[str, Any]) -> bool:
         """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
@@ -312,38 +341,36 @@ class LabTrainer(GRPOTrainer):
         if "importance_sampling_ratio" in batch.extras:
             return  # TRL made and logged it
         assert batch.sampler_weights is not None
-        book = self.metric_book(self._mode())
+        book, weights, mask = self.metric_book(self._mode()), batch.sampler_weights, batch.mask
+        if slots is not None:  # TRL measures a generation batch at a time
+            slots = slots // (self.args.steps_per_generation * self.num_iterations)
         gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()
-        scored = batch.mask & ~gap.isnan()
-        gap, weights = gap.nan_to_num(nan=0.0), batch.sampler_weights
+        scored = mask & ~gap.isnan()
+        gap = gap.nan_to_num(nan=0.0)
         add_token_metric(book, "sampling/sampling_logp_difference/mean", gap, scored, slots, num_slots)
-        add_token_metric(book, "sampling/importance_sampling_ratio/mean", weights, batch.mask, slots, num_slots)
-        chosen = (batch.mask.any(1, keepdim=True) if weights.size(1) == 1 else batch.mask).expand(weights.shape)
-        nothing = torch.full((num_slots,), torch.inf, device=weights.device)
+        add_token_metric(book, "sampling/importance_sampling_ratio/mean", weights, mask, slots, num_slots)
+        chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
         for name, how, values, where in (
             ("sampling/sampling_logp_difference/max", "max", gap, scored),
             ("sampling/importance_sampling_ratio/min", "min", weights, chosen),
             ("sampling/importance_sampling_ratio/max", "max", weights, chosen),
         ):
-            worst = nothing if how == "min" else -nothing
-            found = values[where]
-            book.add_extreme(
-                name, how, worst if found.numel() == 0 else worst.fill_(found.amin() if how == "min" else found.amax())
-            )
+            add_extreme_metric(book, name, how, values, where, slots, num_slots)
 
-    def record_skipped(self, batch: TokenBatch, tokens: Tensor, rows: Tensor) -> None:
-        """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
-
-        ``tokens`` and ``rows`` are ``[K]``: loss tokens and rows left out of each micro-batch.
-        """
-        assert self.algorithm.objective is not None
-        book = self.metric_book(self._mode())
-        for name, value in self.algorithm.objective.diagnostics(batch).items():
-            book.add(name, torch.zeros_like(tokens), rows if value.size(1) == 1 else tokens)
+    def record_skipped(self, batch: TokenBatch, left_out: LeftOut) -> None:
+        """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there."""
+        objective = self.algorithm.objective
+        assert objective is not None
+        book, nothing = self.metric_book(self._mode()), left_out.without_tokens * NOTHING
+        for name, value in objective.diagnostics(batch).items():
+            per_row = value.size(1) == 1
+            book.add(name, torch.zeros_like(left_out.tokens), left_out.rows if per_row else left_out.tokens + nothing)
             if name in EXTREMES:
                 extreme, how = EXTREMES[name]
-                worst = torch.inf if how == "min" else -torch.inf
-                book.add_extreme(extreme, how, torch.where(rows > 0, 0.0, worst))
+                seen = left_out.rows if per_row else left_out.rows_with_tokens
+                book.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
+        for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):
+            book.add(name, torch.zeros_like(nothing), nothing)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode()

@@ -5,21 +5,43 @@ for a number (``.item()``) before ``read``.
 
 Over what a mean goes: over all tokens (or rows, groups) since the last log. With ``objective`` unset TRL's own definition
 is in force, which is a mean of micro-batch means; there each micro-batch of the step has a pair of its own (K pairs), and
-their ratios are averaged. ``docs/metrics.md`` lists every metric.
+their ratios are averaged. TRL's means over rows count rows without loss tokens as well, and a micro-batch without any loss
+token counts as 0. ``docs/metrics.md`` lists every metric.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: count of a micro-batch without loss tokens: its mean is 0 and it takes part in a mean of means
+NOTHING = 1e-9
 
 #: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
 EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
 }
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Rows of an optimizer step that were not computed, per micro-batch ``[K]`` (one rank speaks for all).
+
+    Args:
+        tokens: their loss tokens.
+        rows: how many rows a mean over rows counts (TRL's definition: also those without loss tokens).
+        rows_with_tokens: those of them that have loss tokens.
+        without_tokens: bool, the whole micro-batch has no loss token.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    rows_with_tokens: Tensor
+    without_tokens: Tensor
 
 
 class MetricBook:
@@ -97,20 +119,40 @@ def add_token_metric(
 
     TRL's extremes over rows (``clip_ratio/low_min``, ``clip_ratio/high_max``) follow their mean.
     """
-    weights = mask.any(dim=1, keepdim=True) if values.size(1) == 1 else mask
+    stock = book.mean_of_means and slots is None  # a micro-batch as TRL cut it, measured as TRL does
+    weights = mask
+    if values.size(1) == 1:
+        weights = torch.ones_like(mask[:, :1]) if stock else mask.any(dim=1, keepdim=True)
     selected = values.float().masked_fill(~weights, 0.0)
     totals, counts = selected.sum(1), weights.sum(1).float()
     if slots is None:
         slots = torch.zeros(mask.size(0), dtype=torch.long, device=mask.device)
     zeros = totals.new_zeros(num_slots)
-    book.add(name, zeros.index_add(0, slots, totals), zeros.index_add(0, slots, counts))
+    sizes = zeros.index_add(0, slots, counts)
+    book.add(name, zeros.index_add(0, slots, totals), sizes.clamp(min=NOTHING) if stock else sizes)
     if name in EXTREMES:
         extreme, how = EXTREMES[name]
-        worst = torch.inf if how == "min" else -torch.inf
-        rows = torch.where(counts > 0, totals / counts.clamp(min=1), torch.full_like(totals, worst))
-        book.add_extreme(
-            extreme, how, zeros.fill_(worst).scatter_reduce(0, slots, rows, "amin" if how == "min" else "amax")
-        )
+        means = totals / counts.clamp(min=1)
+        add_extreme_metric(book, extreme, how, means.unsqueeze(1), (counts > 0).unsqueeze(1), slots, num_slots)
+
+
+def add_extreme_metric(
+    book: MetricBook,
+    name: str,
+    how: str,
+    values: Tensor,
+    where: Tensor,
+    slots: Tensor | None = None,
+    num_slots: int = 1,
+) -> None:
+    """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``, in each of the K micro-batches (``slots`` ``[B]``)."""
+    worst = torch.inf if how == "min" else -torch.inf
+    values = values.float().masked_fill(~where, worst)
+    rows = values.amin(1) if how == "min" else values.amax(1)
+    if slots is None:
+        slots = torch.zeros(rows.size(0), dtype=torch.long, device=rows.device)
+    found = torch.full((num_slots,), worst, device=rows.device)
+    book.add_extreme(name, how, found.scatter_reduce(0, slots, rows, "amin" if how == "min" else "amax"))
 
 
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:

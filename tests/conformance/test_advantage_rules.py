@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import oracle
 from torch import Tensor
 
 from grpo_lab.advantages import RULES, AdvantageRule, advantage_rule
+from reference import oracle
 
 SIZE = 4
 
@@ -96,7 +96,9 @@ def test_the_rewards_are_left_alone(rule: AdvantageRule) -> None:
 
 def test_agrees_with_the_oracle(name: str, rule: AdvantageRule) -> None:
     values = rewards()
-    assert rule(values, SIZE).tolist() == pytest.approx(oracle.advantages(name, values.tolist(), SIZE), rel=1e-12, abs=1e-12)
+    assert rule(values, SIZE).tolist() == pytest.approx(
+        oracle.advantages(name, values.tolist(), SIZE), rel=1e-12, abs=1e-12
+    )
 
 
 def test_permuting_the_group_permutes_the_advantages(rule: AdvantageRule) -> None:

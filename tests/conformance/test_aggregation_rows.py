@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from reference import oracle
-from reference.cases import DENOMINATORS, FOUR, random_batch
 from torch import Tensor
 
 from grpo_lab.batch import Denominators
 from grpo_lab.objectives import AGGREGATIONS, Aggregation, aggregation
+from reference import oracle
+from reference.cases import DENOMINATORS, FOUR, random_batch
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.test_preset_rows import KLS, objective
 from torch import Tensor
 
+from conformance.test_preset_rows import KLS, objective
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, Clipped, DetachedWeight, KLTerm, Objective, Unclipped
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, prove_loss, vanishes_without_advantage
 
 BLIND = pytest.mark.xfail(reason="no ratio of the toy batch lies beyond this bound", strict=False)
+
 
 @pytest.mark.parametrize("kl", [*KLS, KLTerm(0.1, "k1"), KLTerm(0.1, "k1", "reward")], ids=str)
 @pytest.mark.parametrize("name", sorted(PRESETS))

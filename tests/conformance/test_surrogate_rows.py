@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference.cases import DENOMINATORS, padded, poisoned, random_batch, rebuilt, rows_of
 from torch import Tensor
 
 from grpo_lab.batch import Denominators, TokenBatch
@@ -24,6 +23,7 @@ from grpo_lab.objectives import (
     Unclipped,
     log_ratio,
 )
+from reference.cases import DENOMINATORS, padded, poisoned, random_batch, rebuilt, rows_of
 
 HOSTILE = [math.nan, math.inf, -math.inf]
 
@@ -68,7 +68,9 @@ def ratio(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def loss_and_gradient(row: Row, ratio: str, batch: TokenBatch, aggregation: str = "fixed_budget") -> tuple[float, Tensor]:
+def loss_and_gradient(
+    row: Row, ratio: str, batch: TokenBatch, aggregation: str = "fixed_budget"
+) -> tuple[float, Tensor]:
     loss = Objective("row", row.make(), AGGREGATIONS[aggregation], ratio).loss(batch, DENOMINATORS)
     (gradient,) = torch.autograd.grad(loss, batch.logps)
     return loss.item(), gradient
@@ -170,7 +172,9 @@ def test_mask_equals_slice(row: Row, ratio: str) -> None:
 def test_all_masked_is_a_differentiable_zero(row: Row, ratio: str) -> None:
     for aggregation in AGGREGATIONS:
         batch = random_batch(ratio=ratio)
-        loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio, mask=torch.zeros_like(batch.mask)), aggregation)
+        loss, gradient = loss_and_gradient(
+            row, ratio, rebuilt(batch, ratio, mask=torch.zeros_like(batch.mask)), aggregation
+        )
         assert loss == 0.0
         assert (gradient == 0).all()
 

@@ -23,27 +23,23 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rewards.protocol import Group
+from grpo_lab.rewards.protocol import Group, GroupReward
 from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import arguments, mixed_reward, problems
 
 
-class RankByLength:
-    """A group reward: each completion's place by length within its whole group, 0 … 1."""
-
-    scope = "group"
+class RankByLength(GroupReward):
+    """Each completion's place by length within its whole group, 0 … 1. Keeps what it gave, for the test to compare."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[list[float]] = []
 
-    def __call__(self, groups: list[Group]) -> list[list[float | None]]:
-        scores: list[list[float | None]] = []
-        for group in groups:
-            order = sorted(range(len(group.lengths)), key=lambda i: (group.lengths[i], group.completion_ids[i]))
-            places = {row: place / (len(order) - 1) for place, row in enumerate(order)}
-            scores.append([places[i] for i in range(len(order))])
-            self.seen.append([float(places[i]) for i in range(len(order))])
-        return scores
+    def score_group(self, group: Group) -> list[float]:
+        order = sorted(range(len(group)), key=lambda i: (group.lengths[i], group.completion_ids[i]))
+        places = {row: place / (len(order) - 1) for place, row in enumerate(order)}
+        self.seen.append([places[i] for i in range(len(order))])
+        return self.seen[-1]
 
 
 def train(model_folder: str, out: Path, name: str, args: dict[str, Any], group_reward: bool) -> None:

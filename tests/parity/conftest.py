@@ -46,11 +46,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Saved random models by name. A tenth of the vocabulary ends a completion, so that lengths vary."""
     root = tmp_path_factory.mktemp("models")
     folders = {name: root / name for name in ("text", "qwen3", "llama", "gpt2", "dropout", "moe", "tools", "reward", "adapter")}
-    policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2)
+    policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, max_positions=2048, initializer_range=0.2)
     sizes = {
-        **{"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"initializer_range": 0.2, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
-        **{"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None},
+        "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "initializer_range": 0.2, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": tiny_model("qwen3", hidden_size=32, num_layers=2, initializer_range=0.2)[0],
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "gpt2": GPT2LMHeadModel(GPT2Config(**sizes, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
-        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, output_router_logits=True)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)),
         "reward": Qwen2ForSequenceClassification(Qwen2Config(**sizes, num_labels=1)),
     }
     for name, model in built.items():

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity.harness import LENGTHS, Run, arguments, movement_difference, train, weight_difference
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer import exact_update
+from parity.harness import LENGTHS, Run, arguments, movement_difference, train, weight_difference
 
 WEIGHTS, MOVEMENT = 1e-6, 2e-5
 STOCK = {
@@ -33,7 +33,9 @@ def rollout(tiny: Path, lengths: tuple[int, ...] = LENGTHS, truncated: float = 0
     return ScriptedRollout(range(20, 90), lengths, end_id=end, truncated_share=truncated)
 
 
-def both(tiny: Path, out: Path, preset: str = "dr_grpo", lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> tuple[Run, Run]:
+def both(
+    tiny: Path, out: Path, preset: str = "dr_grpo", lengths: tuple[int, ...] = LENGTHS, **changes: Any
+) -> tuple[Run, Run]:
     """Ours (objective by name, exact update) and stock, with the same settings."""
     options = {key: changes.pop(key) for key in ("reward", "peft", "truncated") if key in changes}
     ours = {"epsilon_high": 3.0} if preset == "cispo" else {}
@@ -123,20 +125,36 @@ def test_one_live_row(tiny_folder: Path, tmp_path: Path) -> None:
         for update in (None, "off")
     ]
     check_equal(*runs)
-    assert [row["update/live_share"] for row in runs[0].history if "update/live_share" in row] == pytest.approx([1 / 12] * 4)
+    assert [row["update/live_share"] for row in runs[0].history if "update/live_share" in row] == pytest.approx(
+        [1 / 12] * 4
+    )
 
 
 def lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian")
+    return LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
+    )
 
 
 def test_lora(tiny_folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    ours = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder), peft_config=lora())
+    ours = train(
+        LabTrainer,
+        LabConfig(**arguments(tmp_path), objective="dr_grpo"),
+        tiny_folder,
+        rollout=rollout(tiny_folder),
+        peft_config=lora(),
+    )
     torch.manual_seed(0)
-    stock = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path), **STOCK["dr_grpo"]), tiny_folder, rollout=rollout(tiny_folder), peft_config=lora())
+    stock = train(
+        GRPOTrainer,
+        GRPOConfig(**arguments(tmp_path), **STOCK["dr_grpo"]),
+        tiny_folder,
+        rollout=rollout(tiny_folder),
+        peft_config=lora(),
+    )
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
     assert set(ours.weights) == set(stock.weights)
     for name, value in stock.weights.items():
@@ -160,25 +178,37 @@ def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Pat
     assert shares[1] == [1.0] * 4
 
 
-def test_denominators_counted_after_skipping_would_be_seen(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denominators_counted_after_skipping_would_be_seen(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A test of the test: the classic mistake (mean over the rows that are left) must fail the comparison."""
     original = exact_update.ExactUpdate._bin_loss
 
     def after_skipping(self: Any, model: Any, rows: Any, denominators: Any) -> Any:
         batch, loss = original(self, model, rows, denominators)
-        return batch, loss * denominators.rows / (denominators.rows * 7 / 12)  # as if only the live rows had been counted
+        return batch, loss * denominators.rows / (
+            denominators.rows * 7 / 12
+        )  # as if only the live rows had been counted
 
     stock = both(tiny_folder, tmp_path)[1]
     monkeypatch.setattr(exact_update.ExactUpdate, "_bin_loss", after_skipping)
-    wrong = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder))
+    wrong = train(
+        LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder)
+    )
     with pytest.raises(AssertionError):
         check_equal(wrong, stock)
 
 
-def test_bnpo_is_left_unbinned_and_says_why(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bnpo_is_left_unbinned_and_says_why(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="grpo_lab")
-    ours = train(LabTrainer, LabConfig(**arguments(tmp_path), objective="bnpo"), tiny_folder, rollout=rollout(tiny_folder))
-    stock = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path), loss_type="bnpo"), tiny_folder, rollout=rollout(tiny_folder))
+    ours = train(
+        LabTrainer, LabConfig(**arguments(tmp_path), objective="bnpo"), tiny_folder, rollout=rollout(tiny_folder)
+    )
+    stock = train(
+        GRPOTrainer, GRPOConfig(**arguments(tmp_path), loss_type="bnpo"), tiny_folder, rollout=rollout(tiny_folder)
+    )
     check_equal(ours, stock)
     assert not any("update/live_share" in row for row in ours.history)
     assert "divides by the tokens of its own micro-batch" in caplog.text

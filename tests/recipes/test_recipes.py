@@ -60,7 +60,16 @@ def test_accelerate_file_is_accepted(path: Path) -> None:
 
 
 def test_overrides_reach_into_sections(tmp_path: Path) -> None:
-    words = ["--learning_rate", "1e-5", "--data.n", "7", "--rewards.0.mode=lenient", "--use_cpu", "--model.tiny.num_layers", "1"]
+    words = [
+        "--learning_rate",
+        "1e-5",
+        "--data.n",
+        "7",
+        "--rewards.0.mode=lenient",
+        "--use_cpu",
+        "--model.tiny.num_layers",
+        "1",
+    ]
     recipe = read_recipe(RECIPES / "quickstart" / "dr_grpo.yaml", parse_overrides(words))
     assert recipe.arguments["learning_rate"] == 1e-5
     assert recipe.data.arguments["n"] == 7

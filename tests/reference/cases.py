@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from reference.oracle import Row
 from torch import Tensor
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio
+from reference.oracle import Row
 
 DENOMINATORS = Denominators(rows=6.0, tokens=17.0, budget=9.0, micro_batches=3.0)
 FOUR = (6.0, 17.0, 9.0, 3.0)

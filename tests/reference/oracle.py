@@ -126,7 +126,9 @@ def kl(estimator: str, logp: float, ref: float) -> tuple[float, float]:
     raise KeyError(estimator)
 
 
-def token_weight(aggregation: str, length: int, total: int, rows: float, tokens: float, budget: float, micro: float) -> float:
+def token_weight(
+    aggregation: str, length: int, total: int, rows: float, tokens: float, budget: float, micro: float
+) -> float:
     """What one token's loss is multiplied by."""
     if aggregation == "sequence_mean":
         return 1 / length / rows

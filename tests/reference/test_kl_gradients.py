@@ -18,6 +18,10 @@ if __name__ == "__main__":
 
 import pytest
 import torch
+from torch import Tensor
+
+from grpo_lab.advantages import GroupMean, LeaveOneOut
+from grpo_lab.objectives import Clipped, KLTerm, Objective, Reinforce, Unclipped, token_mean
 from reference.categorical import (
     PREFIX_OF,
     SEQUENCES,
@@ -27,10 +31,6 @@ from reference.categorical import (
     relative_error,
     token_logps,
 )
-from torch import Tensor
-
-from grpo_lab.advantages import GroupMean, LeaveOneOut
-from grpo_lab.objectives import Clipped, KLTerm, Objective, Reinforce, Unclipped, token_mean
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 """float64, sums of 64 terms in another order."""
@@ -114,9 +114,7 @@ def test_what_k2_in_the_loss_leaves_out_is_the_future() -> None:
     """true − k2-in-loss = E[Σ_t ∇log π_t · Σ_{s>t} k1_s]."""
     future = (token_logps(WORLD.policy) - token_logps(WORLD.reference)).flip(1).cumsum(1).flip(1)
     later = torch.cat([future[:, 1:], torch.zeros(len(future), 1, dtype=torch.float64)], dim=1)
-    missing = WORLD.gradient(
-        lambda logits: (WORLD.probabilities.unsqueeze(1) * later * token_logps(logits)).sum()
-    )
+    missing = WORLD.gradient(lambda logits: (WORLD.probabilities.unsqueeze(1) * later * token_logps(logits)).sum())
     torch.testing.assert_close(in_loss(WORLD, "k2") + missing, true_gradient(WORLD), **EXACT)
 
 
@@ -259,7 +257,9 @@ def table(worlds: int = 20) -> str:
             weighted = name != estimator
             gradient = in_reward(world, estimator) if placement == "reward" else in_loss(world, estimator, weighted)
             errors = relative_error(gradient, true), relative_error(gradient, next_token)
-            found[name, placement].append((cosine(gradient, true), *errors, noise(world, estimator, placement, weighted)))
+            found[name, placement].append(
+                (cosine(gradient, true), *errors, noise(world, estimator, placement, weighted))
+            )
     lines = [
         "| estimator | placement | cosine | error | error, next token | noise | on-policy gradient |",
         "|---|---|---|---|---|---|---|",

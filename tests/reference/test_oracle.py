@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import oracle
-from reference.cases import DENOMINATORS, FOUR, oracle_rows, random_batch
 from torch import Tensor
 
 from grpo_lab.advantages import RULES, advantage_rule
@@ -28,6 +26,8 @@ from grpo_lab.objectives import (
     Reinforce,
     Unclipped,
 )
+from reference import oracle
+from reference.cases import DENOMINATORS, FOUR, oracle_rows, random_batch
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 PUSHES = {
@@ -83,7 +83,8 @@ def compare(
         **clip,
     )
     assert loss.item() == pytest.approx(value, rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(gradient[batch.mask], torch.tensor(sum(slopes, []), dtype=torch.float64), **TIGHT)
+    expected = torch.tensor([slope for row in slopes for slope in row], dtype=torch.float64)
+    torch.testing.assert_close(gradient[batch.mask], expected, **TIGHT)
     assert (gradient[~batch.mask] == 0).all()
 
 

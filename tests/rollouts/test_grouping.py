@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_generate_for_a_budget_needs_vllm_only_when_called() -> None:
 def test_runs_put_the_rows_back_together(values: list[int]) -> None:
     runs = runs_of_equal(values)
     assert [values[first] for first, count in runs for _ in range(count)] == values
-    assert all(values[a[0]] != values[b[0]] for a, b in zip(runs, runs[1:]))
+    assert all(values[a[0]] != values[b[0]] for a, b in pairwise(runs))
 
 
 def test_prefill_tokens_by_hand() -> None:

@@ -80,7 +80,7 @@ def test_forward_log_probs_equal_one_row_at_a_time_in_float64() -> None:
     for prompt, completion, ours in zip(prompts, completions, picked, strict=True):
         logits = exact(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
         theirs = [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)]
-        assert ours == pytest.approx(theirs, abs=2e-6)
+        assert ours == pytest.approx(theirs, abs=1e-5)  # float32 logits against float64
 
 
 class PackingMethod:

@@ -56,7 +56,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_recipe(recipe: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_recipe(
+    recipe: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**recipe, "output_dir": str(tmp_path / "out")}))
     assert main(["train", "--config", str(file)]) == 2
@@ -84,9 +86,14 @@ def test_output_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_unreadable_golds_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"question": f"What is {i}?", "gold_answer": "" if i % 2 else str(i), "solution": "no answer here"} for i in range(1, 9)]
+    rows = [
+        {"question": f"What is {i}?", "gold_answer": "" if i % 2 else str(i), "solution": "no answer here"}
+        for i in range(1, 9)
+    ]
     data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(json.dumps({"problem": r["question"], "gold_answer": r["gold_answer"] or "???"}) for r in rows))
+    data.write_text(
+        "\n".join(json.dumps({"problem": r["question"], "gold_answer": r["gold_answer"] or "???"}) for r in rows)
+    )
     file = tmp_path / "recipe.yaml"
     recipe = {**GOOD, "data": {"loader": "math", "source": str(data)}, "output_dir": str(tmp_path / "out")}
     file.write_text(yaml.safe_dump(recipe))

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from reference.cases import poisoned, random_batch
 
 from grpo_lab.objectives import KLTerm, k1, k2, k3
+from reference.cases import poisoned, random_batch
 
 POLICY = torch.tensor([[-1.0, -2.0], [-0.5, -0.5]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-1.0 + math.log(2), -2.0], [-0.5 - math.log(2), -0.5]], dtype=torch.float64)

@@ -73,6 +73,11 @@ def test_names_and_variables_are_neither_for_nor_against(text: str, target: str)
 def test_capitals_do_not_hide_a_language() -> None:
     """Names are forgiven; prose In Capitals Like Names is not."""
     assert score("答案是五。" + FRENCH.title(), "zh") <= 0.4
+    # 51 Chinese and 19 French words: at most 15% of all 70 are forgiven, 10.5, so at most 51/59.5 = 0.86 is Chinese
+    assert score(CHINESE * 3 + FRENCH.title(), "zh") <= 0.9
+    # German nouns are no names: lower-case words around explain them. 15 words beside 17 Chinese ones
+    german = "Der Hund und die Katze laufen mit dem Vater über die Straße in den Garten."
+    assert score(german + CHINESE, "de") == pytest.approx(15 / 32, abs=0.02)
     assert score(FRENCH.title(), "en") <= 0.3
     assert score(FRENCH.upper(), "en") <= 0.3
 

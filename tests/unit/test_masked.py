@@ -80,7 +80,9 @@ def test_gradcheck() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.tuples(st.floats(-1e6, 1e6), st.booleans()), min_size=4, max_size=4), min_size=1, max_size=5))
+@given(
+    st.lists(st.lists(st.tuples(st.floats(-1e6, 1e6), st.booleans()), min_size=4, max_size=4), min_size=1, max_size=5)
+)
 def test_mask_equals_slice(rows: list[list[tuple[float, bool]]]) -> None:
     """Masking gives what plain Python gives on the selected numbers alone (1e-12: float64 sums in another order)."""
     values = torch.tensor([[value for value, _ in row] for row in rows], dtype=torch.float64)

@@ -84,7 +84,9 @@ def test_reward_metrics_by_hand() -> None:
 def test_every_name_in_the_code_stands_in_the_docs() -> None:
     root = Path(__file__).resolve().parents[2]
     documented = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*)`", (root / "docs" / "metrics.md").read_text()))
-    code = "\n".join(path.read_text() for path in (root / "grpo_lab").rglob("*.py") if path.parent.name in ("trainer", "objectives"))
+    code = "\n".join(
+        path.read_text() for path in (root / "grpo_lab").rglob("*.py") if path.parent.name in ("trainer", "objectives")
+    )
     named = set(re.findall(r'"((?:clip_ratio|groups|completions|update|sampling|kl|rewards|rollout)/[a-z_/]+)"', code))
     assert named - documented == set()
     assert {"entropy", "kl", "cispo_clip_ratio"} <= documented

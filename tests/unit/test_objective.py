@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference.cases import DENOMINATORS, random_batch
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
+from reference.cases import DENOMINATORS, random_batch
 
 
 def two_tokens(advantage: float = 2.0, weight: float | None = None) -> TokenBatch:

@@ -76,7 +76,7 @@ def test_sampler_correction_hand_values(
     mode: str, low: float | None, high: float | None, expected: list[list[float]]
 ) -> None:
     found = sampler_correction(TRAINER, SAMPLER, CHOSEN, mode, low, high)
-    assert found.flatten().tolist() == pytest.approx(sum(expected, []), rel=1e-15)
+    assert found.flatten().tolist() == pytest.approx([value for row in expected for value in row], rel=1e-15)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

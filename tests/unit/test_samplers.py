@@ -86,19 +86,19 @@ def test_draws_follow_one_minus_s() -> None:
         sampler.update(index, index, 4)
     assert sampler.weights.tolist() == [1, 0.75, 0.5, 0.25, 0.05]
     assert sampler.probabilities.tolist() == pytest.approx([w / 2.55 for w in (1, 0.75, 0.5, 0.25, 0.05)], abs=1e-15)
-    draws = 4_000
+    draws = 2_000
     counts = Counter(sampler.draw(0, number, seeded(1, number))[0] for number in range(draws))
     expected = [draws * w / 2.55 for w in (1, 0.75, 0.5, 0.25, 0.05)]
     assert chi_square(counts, expected) < 18.5  # 99.9% point with 4 degrees of freedom
     uniform = [draws / 5] * 5
-    assert chi_square(counts, uniform) > 500  # the test can tell
+    assert chi_square(counts, uniform) > 300  # the test can tell
 
 
 def test_rounds_of_many_problems_follow_the_formula_too() -> None:
     weights = torch.tensor([1.0, 0.9, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     chance = inclusion_probabilities(weights, 3)  # 3·1.0/4.0 = 0.75 is the largest: nothing is capped
     torch.testing.assert_close(chance, 3 * weights / 4.0)
-    draws = 4_000
+    draws = 2_000
     counts = Counter(i for number in range(draws) for i in systematic_sample(chance, seeded(7, number)))
     assert sum(counts.values()) == 3 * draws
     for i in range(8):
@@ -132,8 +132,8 @@ def test_nothing_starves() -> None:
     sampler.update(0, 8, 8)
     assert float(sampler.probabilities[0]) == pytest.approx(0.2 / 49.2)
     assert float(sampler.probabilities.min()) >= 0.2 / 50
-    served = [number for number in range(1500) if 0 in sampler.draw(0, number, seeded(3, number))]
-    expected = 1500 * 10 * 0.2 / 49.2  # 61
+    served = [number for number in range(1000) if 0 in sampler.draw(0, number, seeded(3, number))]
+    expected = 1000 * 10 * 0.2 / 49.2  # 41
     assert abs(len(served) - expected) < 4.5 * math.sqrt(expected)
     with pytest.raises(ValueError, match="floor=0"):
         PrioritizedSampler(range(5), 1, floor=0)

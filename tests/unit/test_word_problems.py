@@ -75,6 +75,38 @@ def test_the_check_above_would_notice() -> None:
         check_solution(wrong, 100)
 
 
+def test_careless_solutions_leave_problem_and_answer_alone() -> None:
+    careful = list(islice(iter_word_problems(4, misread=0.0), 400))
+    careless = list(islice(iter_word_problems(4, misread=1.0), 400))
+    assert [p.question for p in careful] == [p.question for p in careless]
+    assert [p.solution for p in careful] == [p.solution for p in careless]
+    wrong = [p for p in careless if not p.worked_solution.endswith(f"#### {p.solution}")]
+    assert 100 < len(wrong) < 300  # problems that only add and take away cannot be misread
+    for problem in careless:
+        *lines, last = problem.worked_solution.split("\n")
+        results = [LINE.fullmatch(line) for line in lines]
+        for match in results:
+            assert match
+            left, right, written = int(match[1]), int(match[3]), int(match[4])
+            assert written == {"+": left + right, "-": left - right, "*": left * right, "/": left / right}[match[2]] > 0
+        assert last == f"#### {results[-1][4]}"  # type: ignore[index]
+
+
+def test_a_misread_pack_is_added() -> None:
+    problem = next(p for p in iter_word_problems(0, steps=(1, 1), misread=1.0) if "packs of" in p.question)
+    a, k = (int(number) for number in re.findall(r"\d+", problem.question))
+    assert problem.solution == str(a * k)
+    assert f"{a}+{k}={a + k}" in problem.worked_solution
+
+
+def test_the_share_of_misread_events() -> None:
+    """One-step problems with a product or a quotient: misread with the chance that was set (3 sd of 2,000 = 3.3%)."""
+    problems = islice(iter_word_problems(0, steps=(1, 1), misread=0.4), 7000)
+    wrong = [not p.worked_solution.endswith(f"#### {p.solution}") for p in problems if re.search(r"[*/]", p.arithmetic)]
+    assert len(wrong) > 2000
+    assert abs(sum(wrong) / len(wrong) - 0.4) < 0.035
+
+
 def test_splits_share_no_arithmetic_whatever_the_seeds() -> None:
     arithmetic = {
         split: {problem.arithmetic for seed in range(3) for problem in islice(iter_word_problems(seed, split), 1500)}
@@ -134,6 +166,7 @@ def test_rows_are_the_same_in_another_process() -> None:
         ({"n": 5, "steps": (3, 2)}, r"steps is \(3, 2\)"),
         ({"n": 5, "largest": 5}, r"largest is 5"),
         ({"n": 5, "families": ["bank"]}, r"families is \['bank'\]; allowed: .*collection"),
+        ({"n": 5, "misread": 1.5}, r"misread is 1.5"),
         ({"n": 5, "families": []}, r"families is \[\]"),
         ({"n": 5, "template": "r9"}, r"unknown template 'r9'"),
         ({"n": 10**6, "steps": (1, 1), "largest": 10, "families": ["bus"]}, r"only \d+ different problems.*n=1000000"),

@@ -1,0 +1,60 @@
+"""Real vLLM engines for the tests of this folder; skipped with a reason where vLLM cannot be had."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.checkpoints import random_checkpoint, widened_stories
+
+
+@pytest.fixture(scope="session")
+def vllm_or_skip() -> None:
+    """Skip where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: run `make setup-vllm` (CPU) or `pip install 'grpo_lab[vllm]'` (GPU)")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name -> folder: "qwen2-tied", "qwen3-untied", "llama-tied", ..., or "stories" (skips without the real data)."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            path = tmp_path_factory.mktemp("checkpoints") / name
+            if name == "stories":
+                if widened_stories(path) is None:
+                    pytest.skip("real data not found; set GRPO_LAB_DATA to the folder that holds models/stories260K")
+            else:
+                architecture, tied = name.split("-")
+                random_checkpoint(path, architecture, tied=tied == "tied")
+            made[name] = path
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def start_engine(vllm_or_skip: None, checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
+    """(checkpoint name, dtype, **options) -> (GroupedEngine in this process, the trainer's model)."""
+
+    def start(name: str, dtype: str = "float32", **options: Any) -> tuple[Any, Any]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+
+        folder = checkpoint(name)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        settings = EngineOptions(kv_cache_gib=0.125, max_model_len=256, **options)
+        engine = engine_factory(settings, trainer_dtype=model.dtype)(
+            model=str(folder), logprobs_mode="processed_logprobs", max_num_seqs=64, seed=0
+        )
+        return engine, model
+
+    return start

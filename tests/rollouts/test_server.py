@@ -1,0 +1,238 @@
+"""Weights through shared memory and requests that end: against small local servers here, and a real vLLM one below."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_lab.rollouts.proof import forward_logprobs, sync_gap, tolerance_for
+from grpo_lab.rollouts.server import (
+    Server,
+    ServerGone,
+    ServerOptions,
+    bound_session,
+    post_json,
+    wait_until_ready,
+)
+from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.rollouts.weight_files import WeightCourier, read_shards, trusted_folder, write_shards
+
+REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 40, 10**9])
+def test_weights_come_back_bit_for_bit(tmp_path: Path, shard_bytes: int) -> None:
+    torch.manual_seed(0)
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(4, 3).T, "c": torch.randn(5).bfloat16(), "d": torch.tensor(1.5)}
+    tensors["e"] = tensors["a"]  # shared storage, which safetensors alone would refuse
+    assert write_shards(tensors.items(), tmp_path, shard_bytes) == 5
+    back = dict(read_shards(tmp_path))
+    assert list(back) == sorted(tensors) or set(back) == set(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "name", ["/tmp/grpo-lab-weights-x", "/dev/shm/other", "/dev/shm/grpo-lab-weights-x/../../etc", "/dev/shm"]
+)
+def test_weights_are_taken_from_our_own_folders_only(name: str) -> None:
+    with pytest.raises(ValueError, match="are taken from"):
+        trusted_folder(name)
+
+
+class Workers:
+    """Stands for a server of two workers; each answers an RPC with `answer(method, arguments)`."""
+
+    def __init__(self, answer: Callable[[str, Mapping[str, str]], Any], *, cache_dropped: bool = True) -> None:
+        self.answer, self.cache_dropped = answer, cache_dropped
+        self.folders: list[Path] = []
+
+    def __call__(self, path: str, body: Mapping[str, Any]) -> Any:
+        if path == "/reset_prefix_cache":
+            return {"success": self.cache_dropped}
+        if "folder" in body["kwargs"]:
+            self.folders.append(Path(body["kwargs"]["folder"]))
+        return {"results": [self.answer(body["method"], body["kwargs"])] * 2}
+
+
+def loaded(method: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    if method == "grpo_lab_weights_version":
+        return {"version": "1"}
+    return {"tensors": len(dict(read_shards(Path(arguments["folder"])))), "version": arguments["version"]}
+
+
+def test_push_leaves_nothing_behind_and_knows_its_version() -> None:
+    workers = Workers(loaded)
+    courier = WeightCourier(workers)
+    assert not courier.is_current()
+    reports = courier.push([("a", torch.ones(2)), ("b", torch.ones(3))])
+    assert [report["tensors"] for report in reports] == [2, 2]
+    assert courier.is_current()
+    assert workers.folders
+    assert not any(folder.exists() for folder in workers.folders)
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        (Workers(lambda method, arguments: {"error": "ValueError: no"}), "did not load"),
+        (Workers(lambda method, arguments: {"tensors": 1}), "did not load the 2 tensors"),
+        (Workers(lambda method, arguments: "None"), "worker-extension-cls"),
+        (Workers(loaded, cache_dropped=False), "cached prompts"),
+    ],
+)
+def test_push_that_did_not_arrive_is_an_error(workers: Workers, message: str) -> None:
+    with pytest.raises(WeightSyncError, match=message):
+        WeightCourier(workers).push([("a", torch.ones(2)), ("b", torch.ones(3))])
+    assert not any(folder.exists() for folder in workers.folders)
+
+
+class Flaky(http.server.BaseHTTPRequestHandler):
+    """Answers the first `failures` POSTs with 503, then with JSON; a path "/slow" hangs."""
+
+    failures = 0
+    seen = 0
+
+    def do_POST(self) -> None:
+        type(self).seen += 1
+        if self.path == "/slow":
+            time.sleep(3)
+        body = json.dumps({"ok": True}).encode()
+        self.send_response(503 if self.seen <= self.failures else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def flaky() -> Iterator[tuple[type[Flaky], str]]:
+    handler = type("Handler", (Flaky,), {"failures": 0, "seen": 0})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield handler, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_failed_request_is_repeated(flaky: tuple[type[Flaky], str]) -> None:
+    requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
+
+    handler, url = flaky
+    handler.failures = 2
+    session = bound_session(requests.Session(), timeout=5, retries=2, backoff=0.01)
+    assert post_json(session, url, "/x", {}) == {"ok": True}
+    assert handler.seen == 3
+
+
+def test_server_that_keeps_failing_or_hangs_ends_the_call_in_time(flaky: tuple[type[Flaky], str]) -> None:
+    requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
+
+    handler, url = flaky
+    session = bound_session(requests.Session(), timeout=0.3, retries=1, backoff=0.01)
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match="answers /health"):
+        post_json(session, url, "/slow", {})
+    handler.failures = 100
+    with pytest.raises(ServerGone, match="resume from the last checkpoint"):
+        post_json(session, url, "/x", {})
+    assert time.monotonic() - start < 3
+
+
+def test_server_that_is_gone_or_never_up_says_so_in_time() -> None:
+    requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
+
+    url = f"http://127.0.0.1:{free_port()}"
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match="does not answer /health"):
+        post_json(bound_session(requests.Session(), timeout=1, retries=1, backoff=0.01), url, "/x", {})
+    with pytest.raises(ServerGone, match=r"within 1 s .setting vllm_server_timeout"):
+        wait_until_ready(url, 1.0)
+    assert time.monotonic() - start < 5
+
+
+def test_process_that_ends_before_it_is_up_is_not_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("out of memory\n")
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(ServerGone, match=r"status 3(.|\n)*out of memory"):
+        wait_until_ready(f"http://127.0.0.1:{free_port()}", 60.0, process=process, log=log)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_real_server_takes_weights_and_answers_with_the_trainer_s_policy(
+    vllm_or_skip: None, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import requests
+    from transformers import AutoModelForCausalLM
+
+    from grpo_lab.rollouts.engine import EngineOptions
+
+    folder = checkpoint("qwen2-tied")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = ServerOptions(str(folder), free_port(), EngineOptions(kv_cache_gib=0.125, max_model_len=128))
+    with Server(options, log=tmp_path / "server.log", start_timeout=500) as server:
+        post = functools.partial(post_json, bound_session(requests.Session(), timeout=60), options.base_url)
+        courier = WeightCourier(post)
+
+        def gap() -> float:
+            body = {"model": str(folder), "prompt": [[5, 6, 7], [9, 10]], "n": 4, "max_tokens": 16, "logprobs": 0}
+            answer = post("/v1/completions", {**body, "return_token_ids": True, "return_tokens_as_token_ids": True})
+            choices = answer["choices"]
+            prompts = [choice["prompt_token_ids"] for choice in choices]
+            ids = [choice["token_ids"] for choice in choices]
+            theirs = [choice["logprobs"]["token_logprobs"] for choice in choices]
+            return sync_gap(theirs, forward_logprobs(model, prompts, ids)).mean
+
+        tolerance = tolerance_for(torch.float32)
+        assert gap() < tolerance
+        for step in range(4):
+            torch.manual_seed(step)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01 * torch.randn_like(parameter))
+            assert gap() > tolerance
+            assert courier.differing(model.named_parameters())
+            assert not courier.is_current() or step > 0
+            courier.push(model.named_parameters())
+            assert courier.is_current()
+            assert gap() < tolerance
+            assert courier.differing(model.named_parameters()) == []
+
+        rest = [(name, p) for name, p in model.named_parameters() if "layers.1" not in name]
+        with pytest.raises(WeightSyncError, match="kept their old values"):
+            courier.push(rest)
+        assert not courier.is_current()
+        courier.push(model.named_parameters())
+        assert gap() < tolerance
+
+        assert server.process is not None
+        server.process.kill()
+        with pytest.raises(ServerGone, match="resume from the last checkpoint"):
+            gap()
