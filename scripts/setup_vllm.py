@@ -9,8 +9,9 @@ asks for torchvision, torchaudio and torchcodec: none has a build for the CPU to
 finds instead break the import. It also pins setuptools to the version it was *built* with. So this script
 
 1. downloads the wheel alone (`--no-deps`) and reads the other requirements from the wheel's own METADATA
-   (and likewise for mistral-common, which forbids the numpy that torch and datasets brought here, but runs on it),
-2. leaves out torch and the four named above,
+   (and likewise for mistral-common, which forbids the numpy that is here but runs on it, and for xgrammar, which asks
+   for 1 GB of triton),
+2. leaves out torch, triton and the four named above,
 3. installs the rest under a constraints file written from `pip freeze`, so that nothing that is already here
    (torch, transformers, trl, numpy, ...) moves by as much as a patch version,
 4. starts a fresh process and imports vllm there.
@@ -49,11 +50,12 @@ LEFT_OUT = {
     "torchaudio": "no build for this CPU torch; a wrong one breaks `import vllm`",
     "torchcodec": "no build for this CPU torch; a wrong one breaks `import vllm`",
     "setuptools": "only pinned to the version the wheel was built with",
+    "triton": "asked for by xgrammar; 1 GB of GPU compiler that does not import here",
     "numpy": "already installed, and must not move (mistral-common asks for < 2.4 on Python <= 3.12)",
 }
 
 # Wheels taken without their own requirements, which are read and installed like those of vLLM itself.
-ALONE = ("mistral-common",)
+ALONE = ("mistral-common", "xgrammar")
 
 READY, ABSENT, NOT_HERE, HAS_GPU, PIP_FAILED, IMPORT_FAILED = range(6)
 

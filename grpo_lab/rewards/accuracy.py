@@ -62,7 +62,8 @@ class AccuracyReward:
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
         fast_path: compare plain numbers without a worker process. Never changes a verdict.
-        timeout_s: wall-clock seconds for one comparison, after which its worker is killed and the answer is wrong.
+        timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
+            killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
         memory_bytes: memory limit of a worker.
         workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
 
@@ -83,7 +84,7 @@ class AccuracyReward:
         self.mode = mode
         self.__name__ = "accuracy_reward"  # TRL names its metrics after this
         self.counts: Counter[str] = Counter()
-        limits = Limits(seconds=timeout_s, memory_bytes=memory_bytes)
+        limits = Limits(cpu_seconds=timeout_s, wall_seconds=6 * timeout_s, memory_bytes=memory_bytes)
         self._verifier = MathVerifier(fast_path=fast_path, limits=limits, workers=workers)
 
     def __repr__(self) -> str:

@@ -10,5 +10,6 @@ Every module here is free of TRL (the trainer room hooks them in) and loads torc
     server            a vLLM server on 127.0.0.1: start, wait, bounded requests
     weight_files      weights through shared memory, for machines on which the server has no NCCL
     server_worker     what runs inside the server's worker to load them
+    transformers_engine   the same interface on a transformers model
     thinking_budget   cut the thinking, insert the stop text, let the model answer
 """

@@ -9,6 +9,7 @@ TRL's client has retries but no time limit: a server that hangs, hangs the run. 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -126,6 +127,16 @@ def log_tail(log: Path | None, lines: int = 15) -> str:
     return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def end_with_parent() -> None:
+    """Ask Linux to send this process SIGTERM when its parent ends, however it ends: no server is left behind."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 class Server:
     """A server process that lives as long as the `with` block, its output in `log`.
 
@@ -144,7 +155,12 @@ class Server:
         command = server_command(self.options, on_cpu=runs_on_cpu())
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, env=server_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=server_environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         try:
             wait_until_ready(self.options.base_url, self.start_timeout, process=self.process, log=self.log)

@@ -88,7 +88,7 @@ class MathVerifier:
 
     Args:
         fast_path: compare plain numbers without a worker where the verdict is certain. Changes speed, never a verdict.
-        limits: wall-clock seconds per comparison and memory per worker process.
+        limits: time per comparison and memory per worker process.
         workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
         max_chars: longer answers are refused unread (`unparseable_answer`), longer golds are unusable.
 

@@ -1,4 +1,4 @@
-"""A pool of killable worker processes: hard wall-clock limit per job, memory limit per worker, no lost jobs.
+"""A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
 Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), where
 neither a Python signal handler nor a thread can reach it; and TRL may call a reward from a thread, where signals do
@@ -55,7 +55,7 @@ class WorkerPool:
     Args:
         handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It turns bad
             model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
-        limits: seconds per job, bytes per worker.
+        limits: processor time and wall clock per job, bytes per worker.
         size: number of processes; None: `default_size()`.
 
     Workers start on first need. The object may be called from any thread (calls take turns), survives pickling and
@@ -165,13 +165,14 @@ class _Round:
         if "ready" in message:
             worker.ready = True
         elif not worker.ready:
-            raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message['crash']}")
+            raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
         elif "ok" in message:
             self._finish(worker, "ok", message["ok"], "")
             if message["rss"] > self.pool.limits.memory_bytes // 2:
                 self._dismiss(worker)  # its caches have grown; the next, innocent job must not pay for them
         else:
-            self._finish(worker, "crash", None, message["crash"])
+            status: Literal["timeout", "crash"] = "timeout" if "timeout" in message else "crash"
+            self._finish(worker, status, None, message[status])
             self._dismiss(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
@@ -180,7 +181,7 @@ class _Round:
                 f"a worker of {self.pool.handler} was not ready after {self.pool.limits.startup_seconds} s "
                 "(Limits.startup_seconds)"
             )
-        self._finish(worker, "timeout", None, f"no result within {self.pool.limits.seconds} s")
+        self._finish(worker, "timeout", None, f"no result within {self.pool.limits.wall_seconds:g} s")
         self._dismiss(worker)
 
     def _finish(self, worker: WorkerProcess, status: Literal["ok", "timeout", "crash"], value: Any, why: str) -> None:

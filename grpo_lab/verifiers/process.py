@@ -39,21 +39,24 @@ class VerifierError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall clock per job, `memory_bytes` of address space per worker, `startup_seconds` for its imports."""
+    """What one job, and one worker, may use up.
 
-    seconds: float = 5.0
+    `cpu_seconds` is what normally ends a runaway job: processor time, enforced by the kernel, so that a busy machine
+    does not turn right answers into timeouts. `wall_seconds` is the hard end in any case (a job that sleeps or starves).
+    `memory_bytes`: address space of a worker. `startup_seconds`: wall clock for its imports.
+    """
+
+    cpu_seconds: float = 5.0
+    wall_seconds: float = 30.0
     memory_bytes: int = 1 << 30
     startup_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        if not (self.seconds > 0 and self.startup_seconds > 0):
-            raise ValueError(
-                f"seconds and startup_seconds must be positive; got {self.seconds}, {self.startup_seconds}"
-            )
+        for name in ("cpu_seconds", "wall_seconds", "startup_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         if self.memory_bytes < 1 << 28:
-            raise ValueError(
-                f"memory_bytes must be at least 2**28 (a worker's imports need that); got {self.memory_bytes}"
-            )
+            raise ValueError(f"memory_bytes must be at least 2**28, what a worker's imports need; got {self.memory_bytes}")
 
 
 class WorkerProcess:
@@ -63,7 +66,7 @@ class WorkerProcess:
         self._limits = limits
         self._channel, theirs = socket.socketpair()
         with theirs:
-            args = [theirs.fileno(), handler, limits.memory_bytes, 2.0 * limits.seconds + 10.0]
+            args = [theirs.fileno(), handler, limits.memory_bytes, limits.cpu_seconds, 2.0 * limits.wall_seconds + 10.0]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps({"path": sys.path, "args": args})],
                 pass_fds=(theirs.fileno(),),
@@ -91,8 +94,8 @@ class WorkerProcess:
     def send(self, payload: Any) -> bool:
         """Hand over a job and start its clock; False when the process is no longer there to take it."""
         self._since = time.monotonic()
-        self.deadline = self._since + self._limits.seconds
-        self._channel.settimeout(self._limits.seconds)
+        self.deadline = self._since + self._limits.wall_seconds
+        self._channel.settimeout(self._limits.wall_seconds)
         try:
             self._channel.sendall(encode_frame({"job": payload}))
         except OSError:
@@ -100,25 +103,27 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, or None while it is incomplete; a process that ended replies `crash`."""
+        """Call when readable. The reply, or None while it is incomplete; a process that ended is a `crash` or `timeout`."""
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:
             chunk = b""
         if not chunk:
-            return {"crash": self._why_it_ended()}
+            return self._how_it_ended()
         self._buffer += chunk
         message = take_frame(self._buffer)
         return None if message is None else dict(message)
 
-    def _why_it_ended(self) -> str:
+    def _how_it_ended(self) -> dict[str, Any]:
         try:
             code = self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
-            return "the process closed its connection"
+            return {"crash": "the process closed its connection"}
+        if code == -signal.SIGPROF:
+            return {"timeout": f"used up {self._limits.cpu_seconds:g} s of processor time"}
         if code < 0:
-            return f"the process was ended by {signal.Signals(-code).name}"
-        return f"the process ended with exit code {code}"
+            return {"crash": f"the process was ended by {signal.Signals(-code).name}"}
+        return {"crash": f"the process ended with exit code {code}"}
 
     def kill(self) -> None:
         """End the process group now and reap it: no zombie stays."""

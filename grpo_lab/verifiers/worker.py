@@ -69,7 +69,7 @@ def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
         return {"bug": traceback.format_exc()}, True
 
 
-def _serve(channel: socket.socket, handler: Handler, self_destruct_s: float) -> None:
+def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct_s: float) -> None:
     buffer = bytearray()
     while True:
         message = take_frame(buffer)
@@ -79,9 +79,12 @@ def _serve(channel: socket.socket, handler: Handler, self_destruct_s: float) -> 
                 return  # the trainer is gone
             buffer += chunk
             continue
-        # Should the trainer be killed while this job runs, nobody is left to end us: the kernel's alarm does.
+        # The kernel ends this process when the job has used up its processor time, wherever in C code it may be; and
+        # by the second timer should the trainer be killed meanwhile, when nobody is left to do it.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
         reply, healthy = _answer(handler, message["job"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply["rss"] = _peak_rss_bytes()
         channel.sendall(encode_frame(reply))
@@ -89,9 +92,10 @@ def _serve(channel: socket.socket, handler: Handler, self_destruct_s: float) -> 
             return
 
 
-def main(fd: int, handler_name: str, memory_bytes: int, self_destruct_s: float) -> None:
+def main(fd: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
     """Entry point of the child: import the handler, lower the limits, say so, serve until the socket closes."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for deadly in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(deadly, signal.SIG_DFL)
     channel = socket.socket(fileno=fd)
     try:
         module, function = handler_name.split(":")
@@ -102,6 +106,6 @@ def main(fd: int, handler_name: str, memory_bytes: int, self_destruct_s: float) 
         return
     channel.sendall(encode_frame({"ready": os.getpid(), "memory_limited": limited}))
     try:
-        _serve(channel, handler, self_destruct_s)
+        _serve(channel, handler, cpu_s, self_destruct_s)
     except (BrokenPipeError, ConnectionResetError):
         return  # the trainer went away between job and reply

@@ -11,16 +11,20 @@ Not here: what needs a GPU, a server or the hub (vLLM, DeepSpeed, FSDP, quantisa
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from parity.drop_in_cases import CASES
+from parity.drop_in_cases import CASES, length_reward, logging_reward
 from parity.harness import Run, movement_difference, weight_difference
-from parity.stock_like import Case, metric_differences, run
+from parity.stock_like import TIMED, Case, base_arguments, metric_differences, prompts, run, spread_reward
 
 
 def params(cases: list[Case]) -> list[Any]:
@@ -48,3 +52,95 @@ def test_same_as_stock(case: Case, models: dict[str, Path], tmp_path: Path) -> N
         assert_same(ours, stock, without)
         reason = ours.trainer.algorithm.left_to_trl
         assert reason is None if case.left_to_trl is None else case.left_to_trl in reason
+
+
+# -- what is no single training ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 4, "beta": 0.1}], ids=["aligned", "reused"])
+def test_resume_from_a_checkpoint(changes: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
+    """Two steps, a checkpoint, two more: after resuming, ours goes on as stock does after resuming."""
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **changes}
+    first = Case("first", saving)
+    again = Case("again", saving, lambda _: {"resume": "checkpoint-2"})
+    stock = [run(GRPOTrainer, GRPOConfig, case, models, tmp_path / "stock") for case in (first, again)]
+    ours = [run(LabTrainer, LabConfig, case, models, tmp_path / "ours") for case in (first, again)]
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.slow
+def test_completions_table(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``log_completions``: the parquet tables hold the same texts, rewards, extra columns and advantages."""
+    case = Case(
+        "log",
+        {"log_completions": True, "num_completions_to_print": 1, "log_unique_prompts": True},
+        lambda _: {"reward_funcs": [logging_reward, length_reward]},
+    )
+    stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path / "stock")
+    ours = run(LabTrainer, LabConfig, case, models, tmp_path / "ours")
+    assert_same(ours, stock)
+    names = sorted(path.name for path in (tmp_path / "stock" / "completions").iterdir())
+    assert len(names) == 3  # one a step
+    for name in names:
+        mine, theirs = (pd.read_parquet(tmp_path / who / "completions" / name) for who in ("ours", "stock"))
+        assert {"first_token", "advantage", "logging_reward", "length_reward"} <= set(theirs.columns)
+        pd.testing.assert_frame_equal(mine, theirs, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_evaluate_and_predict_outside_of_training(models: dict[str, Path], tmp_path: Path) -> None:
+    """``trainer.evaluate()`` before any step gives stock's metrics."""
+    found = []
+    for trainer_class, config in ((GRPOTrainer, GRPOConfig), (LabTrainer, LabConfig)):
+        settings = {**base_arguments(tmp_path), "per_device_eval_batch_size": 4, "beta": 0.1}
+        trainer = trainer_class(
+            model=AutoModelForCausalLM.from_pretrained(models["text"], dtype=torch.float32),
+            reward_funcs=spread_reward,
+            args=config(**settings),
+            eval_dataset=prompts(3),
+            train_dataset=prompts(4),
+            processing_class=AutoTokenizer.from_pretrained(models["text"]),
+        )
+        found.append(trainer.evaluate())
+    stock, ours = found
+    for name, value in stock.items():
+        if not name.endswith(TIMED):
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def own_surrogate(batch: Any) -> Any:
+    return -2.0 * batch.advantages * batch.ratio
+
+
+@pytest.mark.slow
+def test_own_objective_on_a_mixture_of_experts(models: dict[str, Path], tmp_path: Path) -> None:
+    """The load-balancing loss is added to the objective that was configured, not to TRL's."""
+    case = Case("moe", {"router_aux_loss_coef": 0.05, "loss_type": "dapo"}, model="moe")
+    stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path)
+    plain = run(LabTrainer, LabConfig, case, models, tmp_path, objective="dapo")
+    doubled = run(
+        LabTrainer, LabConfig, case, models, tmp_path, objective={"name": "dapo", "surrogate": own_surrogate}
+    )
+    assert movement_difference(plain, stock) <= 1e-4
+    first, theirs = doubled.history[0], stock.history[0]
+    aux = 0.05 * theirs["aux_loss"]
+    assert first["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
+    assert first["loss"] - aux == pytest.approx(2 * (theirs["loss"] - aux), rel=1e-4)
+    assert movement_difference(doubled, stock) > 0.1
+
+
+def test_a_difference_would_be_noticed(models: dict[str, Path], tmp_path: Path) -> None:
+    """A test of the test: another learning rate, and a reward that is 1e-3 higher."""
+    case = Case("base")
+    stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path)
+    faster = run(LabTrainer, LabConfig, Case("faster", {"learning_rate": 0.301}), models, tmp_path)
+    with pytest.raises(AssertionError):
+        assert_same(faster, stock)
+    higher = Case("higher", {}, lambda _: {"reward_funcs": functools.partial(shifted_reward)})
+    assert any("reward is" in line for line in metric_differences(run(LabTrainer, LabConfig, higher, models, tmp_path), stock))
+
+
+def shifted_reward(**columns: Any) -> list[float]:
+    return [value + 1e-3 for value in spread_reward(**columns)]

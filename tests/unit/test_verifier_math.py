@@ -15,7 +15,7 @@ from grpo_lab.verifiers.math_equality import GoldKind, kind_of_gold
 
 @pytest.fixture(scope="module")
 def verifier():
-    shared = MathVerifier(limits=Limits(seconds=3.0), workers=1)
+    shared = MathVerifier(workers=1)
     yield shared
     shared.close()
 
@@ -134,7 +134,7 @@ def test_an_unusable_gold_accepts_nothing_not_even_itself(verifier: MathVerifier
 
 
 @pytest.mark.slow
-def test_hostile_answers_end_in_a_verdict(verifier: MathVerifier) -> None:
+def test_hostile_answers_end_in_a_verdict() -> None:
     """None of these may hang the caller, kill it, or be right; the honest answer among them still is."""
     bombs = [
         "9**9**9**9",
@@ -153,12 +153,14 @@ def test_hostile_answers_end_in_a_verdict(verifier: MathVerifier) -> None:
         "ответ сорок два",
         "$" * 50_000,
     ]
+    verifier = MathVerifier(limits=Limits(cpu_seconds=1.0, wall_seconds=10.0), workers=2)
     begun = time.monotonic()
     verdicts = verifier.compare([("9", bomb) for bomb in bombs] + [("\\frac{1}{2}", "0.5")])
-    assert time.monotonic() - begun < 60  # at most one 3 s limit each, one after the other
+    assert time.monotonic() - begun < 120  # at most 10 s on the clock each, two at a time, and new workers
     assert [verdict.verdict for verdict in verdicts[:-1] if verdict.equal] == []
     assert Verdict.TIMEOUT in {verdict.verdict for verdict in verdicts}
     assert verdicts[-1].verdict is Verdict.EQUAL
+    verifier.close()
 
 
 def test_plain_numbers_start_no_process_and_the_fast_path_can_be_switched_off() -> None:

@@ -1,0 +1,57 @@
+"""The thinking budget on a real transformers model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_lab.rollouts.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
+from grpo_lab.rollouts.transformers_engine import left_padded, transformers_generate, until_end
+
+
+def test_padding_and_cutting_by_hand() -> None:
+    ids, mask = left_padded([[5, 6], [7]], 0, "cpu")
+    assert ids.tolist() == [[5, 6], [0, 7]]
+    assert mask.tolist() == [[1, 1], [0, 1]]
+    assert until_end([4, 9, 0, 0], {9}) == [4, 9]
+    assert until_end([4, 5], {9}) == [4, 5]
+
+
+def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
+    """Greedy as the limit of sampling: top_k = 1 makes the draw certain, so each row can be checked on its own."""
+    from grpo_lab.testing import tiny_model
+
+    model, tokenizer = tiny_model("qwen2", hidden_size=32, num_heads=2, initializer_range=0.3)
+    model.eval()
+    ends = {tokenizer.eos_token_id}
+    prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13], [14, 15]]
+
+    def run(batch_size: int, rows: list[list[int]]) -> list[list[int]]:
+        sampler = transformers_generate(
+            model, pad_id=tokenizer.pad_token_id, eos_ids=ends, batch_size=batch_size, top_k=1
+        )
+        return sampler(rows, 12)[0]
+
+    alone = [run(1, [prompt])[0] for prompt in prompts]
+    assert run(2, prompts) == alone
+    assert run(64, prompts) == alone
+
+
+@pytest.mark.parametrize("budget", [0, 8, 32])
+def test_budget_is_obeyed(budget: int) -> None:
+    from grpo_lab.testing import tiny_model
+
+    model, tokenizer = tiny_model("qwen2", hidden_size=32, num_heads=2, initializer_range=0.3)
+    model.eval()
+    torch.manual_seed(0)
+    limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
+    sampler = transformers_generate(model, pad_id=tokenizer.pad_token_id, eos_ids=limits.eos_ids, temperature=1.0)
+    prompts = [tokenizer("Tom has 3 apples.")["input_ids"], tokenizer("2 + 3 =")["input_ids"]] * 2
+    done = budgeted_generate(prompts, sampler, limits)
+    assert any(completion.was_cut for completion in done)
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert len(completion.ids) <= 64
+        assert completion.logprobs is None
+        assert inserted_mask(prompt, completion.ids, limits) == completion.mask
+        if completion.was_cut:
+            assert completion.ids[budget : budget + len(limits.stop_ids)] == list(limits.stop_ids)
