@@ -78,7 +78,7 @@ def _parameters(recipe: Recipe) -> str:
 
     if recipe.model.tiny is not None:
         model, _ = parts.load_model(recipe.model, seed=0)
-    elif parts.is_local(recipe.model.path):
+    elif recipe.model.path is not None and parts.is_local(recipe.model.path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
     else:

@@ -36,7 +36,8 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
-    folder, seconds = recipe.output_dir, {}
+    folder = recipe.output_dir
+    seconds: dict[str, float] = {}
     rewards = [parts.build_reward(section) for section in recipe.rewards]
     rows = parts.load_rows(recipe.data)
     parts.check_golds(rows, rewards)
@@ -155,7 +156,7 @@ def load_for_evaluation(model: str, use_cpu: bool) -> tuple[Any, Any]:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    kind = AutoPeftModelForCausalLM if (Path(model) / "adapter_config.json").is_file() else AutoModelForCausalLM
+    kind: Any = AutoPeftModelForCausalLM if (Path(model) / "adapter_config.json").is_file() else AutoModelForCausalLM
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
     loaded = kind.from_pretrained(model).to(device).eval()
     return loaded, AutoTokenizer.from_pretrained(model)

@@ -46,7 +46,8 @@ _DISPLAY_END = {"$$": "$$", "\\[": "\\]", "\\begin{": "\\end{"}
 _CHECKING = re.compile(
     r"(?:check|verif|confirm|test|guess)\w*\s+(?:that\s+)?(?:our|the|this|my|your|an)?\s*$", re.IGNORECASE
 )
-_LAST_LETTER = re.compile(r"(?<![A-Za-z'])(?<!not )(?<!nor )(?<!than )([A-H])(?![A-Za-z'])")
+_LAST_LETTER = re.compile(r"(?<![A-Za-z'\d])(?<!not )(?<!nor )(?<!than )([A-H])(?![A-Za-z'\d])")
+_TASK_IN_LINE = re.compile(r"\s(?:Question|Problem|Exercise|Q|User|Human)\s?\d{0,3}:")
 _WINDOW = 700
 _KEPT = 24
 _LONGEST_READ = 4000
@@ -271,8 +272,10 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
 
 
 def _line(text: str, start: int) -> str:
-    end = text.find("\n", start, start + _WINDOW)
-    return text[start : start + _WINDOW if end == -1 else end]
+    """To the end of the line, or to a new task within it."""
+    window = text[start : start + _WINDOW].partition("\n")[0]
+    task = _TASK_IN_LINE.search(window)
+    return window[: task.start()] if task else window
 
 
 def _first_and_last(places: list[T]) -> list[T]:

@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from grpo_lab.objectives import preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
+from grpo_lab.trainer.rollout_seam import rollout_settings
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
@@ -44,6 +45,8 @@ class LabConfig(GRPOConfig):
         advantage: name of a rule, or a mapping ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
+        rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
+            the engine's options, with ``use_vllm``.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
 
     Raises:
@@ -57,6 +60,9 @@ class LabConfig(GRPOConfig):
     advantage: dict[str, Any] | str | None = field(default=None, metadata={"help": "Advantage rule: name or mapping."})
     kl: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
+    )
+    rollout: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "How completions are made: mapping with verify_every, tolerance, engine."}
     )
     update: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
@@ -83,6 +89,7 @@ class LabConfig(GRPOConfig):
             agree_with_trl(self, settings)
         if settings.kl is not None:
             self._agree_on_beta(settings)
+        rollout_settings(self.rollout, self.use_vllm)
         algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
 
     @property

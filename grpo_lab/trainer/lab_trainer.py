@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from grpo_lab.batch import Denominators, RewardTable, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
@@ -44,6 +45,7 @@ from grpo_lab.trainer.reward_table import (
     seam_for,
     truncated_rows,
 )
+from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
 
 logger = logging.getLogger("grpo_lab")
 
@@ -69,10 +71,24 @@ class LabTrainer(GRPOTrainer):
     aggregation: ClassVar[Any] = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
-        check_inputs(model, reward_funcs, args, train_dataset, kwargs)
+        check_inputs(model, reward_funcs, args, train_dataset, {"environment_factory": environment_factory})
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
@@ -80,9 +96,27 @@ class LabTrainer(GRPOTrainer):
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
-        super().__init__(model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
+        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm)
+        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
+        self._sync_proof = SyncProof(self, rollout)
         self._prove()
 
     # -- public hooks ------------------------------------------------------------------------------------------------
@@ -110,6 +144,18 @@ class LabTrainer(GRPOTrainer):
         if risk is not None:
             self.say(risk, key="context")
         return ids, images, fields
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
+    ) -> Any:
+        generated = super()._generate_single_turn(
+            prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+        )
+        if self.use_vllm and self.vllm_mode == "colocate" and self.model.training and self._sync_proof.is_due():
+            self._sync_proof.prove(prompt_ids)
+        return generated
 
     # -- rewards and advantages --------------------------------------------------------------------------------------
 
@@ -389,7 +435,8 @@ class LabTrainer(GRPOTrainer):
         if self.algorithm.objective is None:
             self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}")
         else:
-            self.say(prove_loss(self.token_loss, self.algorithm.objective))
+            own_hook = type(self).token_loss is not LabTrainer.token_loss
+            self.say(prove_loss(self.token_loss, self.algorithm.objective, own_hook))
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:

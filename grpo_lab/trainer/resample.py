@@ -75,7 +75,8 @@ class Resampler:
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
         """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over ranks."""
         trainer = self.trainer
-        data, group_size = trainer.train_dataset, trainer.num_generations
+        data: Any = trainer.train_dataset
+        group_size = trainer.num_generations
         groups = local * trainer.accelerator.num_processes // group_size
         rng = random.Random(f"resample/{trainer.args.seed}/{trainer.state.global_step}/{round_}")
         indices = rng.sample(range(len(data)), min(groups, len(data)))

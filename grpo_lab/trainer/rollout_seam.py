@@ -7,6 +7,7 @@ its weights (the CPU build), pushes weights in a way that reaches all of them. O
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,16 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         if self.verify_every < 0:
-            raise ValueError(f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps")
+            raise ValueError(
+                f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps"
+            )
         EngineOptions.from_mapping(self.engine or {})
 
 
 def rollout_settings(written: Any, use_vllm: bool) -> RolloutSettings:
     """Typed settings. Raises ``ValueError`` for unknown keys and for engine settings that would have no effect."""
+    if isinstance(written, str):
+        written = json.loads(written)
     if written is None:
         return RolloutSettings()
     if not isinstance(written, Mapping):
@@ -57,7 +62,9 @@ def rollout_settings(written: Any, use_vllm: bool) -> RolloutSettings:
     refuse_unknown(written, [f.name for f in fields(RolloutSettings)], "`rollout`")
     idle = [name for name in ("verify_every", "tolerance", "engine") if name in written]
     if idle and not use_vllm:
-        raise ValueError(f"`rollout.{idle[0]}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on")
+        raise ValueError(
+            f"`rollout.{idle[0]}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on"
+        )
     return RolloutSettings(**written)
 
 

@@ -196,6 +196,7 @@ def canonical(text: str) -> str:
     text = _SIGNED_CURRENCY.sub(r"\1", text) if _SIGNED_CURRENCY.match(text) else text
     text = text.rstrip(CURRENCY.replace("$", "")).rstrip() if text[-1:] in CURRENCY[1:] else text
     text = re.sub(r"^([+-]?\d[\d,.]*)\s*\\?\$$", r"\1", text)
+    text = re.sub(r"^\+\s?(?=[.\d])", "", text)
     if _THOUSANDS_SPACE.fullmatch(text):
         text = text.replace(" ", "")
     if _LEADING_ZERO_COMMA.fullmatch(text):

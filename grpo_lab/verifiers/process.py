@@ -56,7 +56,9 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         if self.memory_bytes < 1 << 28:
-            raise ValueError(f"memory_bytes must be at least 2**28, what a worker's imports need; got {self.memory_bytes}")
+            raise ValueError(
+                f"memory_bytes must be at least 2**28, what a worker's imports need; got {self.memory_bytes}"
+            )
 
 
 class WorkerProcess:

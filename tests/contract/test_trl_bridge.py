@@ -19,6 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 import grpo_lab.trainer as room
 from grpo_lab.objectives import sampler_correction
@@ -31,6 +33,8 @@ from parity.sampler import NoisySampler, as_with_vllm
 ROOM = Path(room.__file__).parent
 GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
 LOSS = inspect.getsource(GRPOTrainer._compute_loss)
+#: methods of ``VLLMGeneration`` that ``rollout_seam`` overrides or calls
+ENGINE = {"_init_vllm": ("self",), "sync_weights": ("self",), "_iter_named_params": ("self",)}
 
 
 def build(folder: Path, model: Path, trainer_class: Any = GRPOTrainer, **changes: Any) -> Any:
@@ -81,26 +85,28 @@ def test_attributes_exist_on_a_constructed_trainer(trainer: Any) -> None:
 
 
 def test_constructor_takes_what_trl_takes() -> None:
-    """Ours may be called with everything that TRL's can, by position as well."""
-    theirs = list(inspect.signature(GRPOTrainer.__init__).parameters)
-    ours = inspect.signature(LabTrainer.__init__).parameters
-    positional = [n for n, p in ours.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    assert positional == theirs[: len(positional)]
-    assert positional == theirs or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in ours.values())
+    """The same parameters in the same order, with the same defaults."""
+    theirs = {n: p.default for n, p in inspect.signature(GRPOTrainer.__init__).parameters.items()}
+    ours = {n: p.default for n, p in inspect.signature(LabTrainer.__init__).parameters.items()}
+    assert list(ours) == list(theirs)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE))
+def test_vllm_engine_methods(name: str) -> None:
+    """What ``rollout_seam`` overrides or calls of TRL's engine; TRL's trainer must look the class up in its own module."""
+    assert tuple(inspect.signature(getattr(VLLMGeneration, name)).parameters) == ENGINE[name]
+    assert vars(grpo_trainer)["VLLMGeneration"] is VLLMGeneration
 
 
 def test_every_private_name_in_the_room_is_listed() -> None:
     """A private attribute of the trainer that our code touches is in ``METHODS`` or ``ATTRIBUTES``, or ours."""
-    listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES}
+    listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES, *ENGINE}
     missing: set[str] = set()
     for file in sorted(ROOM.glob("*.py")):
         tree = ast.parse(file.read_text())
         ours = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        ours |= {
-            n.attr
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-        }
+        ours |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or not re.fullmatch(r"_[a-z]\w*", node.attr):
                 continue
@@ -112,8 +118,12 @@ def test_every_private_name_in_the_room_is_listed() -> None:
 
 
 def test_only_public_modules_of_trl_are_imported() -> None:
-    """``from trl import …`` everywhere; the one exception is written down here."""
-    known = {"trl.trainer.utils"}  # is_async_callable
+    """``from trl import …`` everywhere; the exceptions are written down here."""
+    known = {
+        "trl.trainer.utils",  # is_async_callable
+        "trl.trainer",  # grpo_trainer.VLLMGeneration
+        "trl.generation",  # vllm_generation
+    }
     found = set()
     for file in ROOM.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -305,9 +315,7 @@ def test_sampler_correction_is_trls(sampling: Any, mode: str, bounds: tuple[floa
     output = sampling._generate_and_score_completions(batch(sampling))
     theirs = output["importance_sampling_ratio"]
     mask = output["completion_mask"].bool()
-    ours = sampler_correction(
-        output["old_per_token_logps"], output["sampling_per_token_logps"], mask, mode, *bounds
-    )
+    ours = sampler_correction(output["old_per_token_logps"], output["sampling_per_token_logps"], mask, mode, *bounds)
     assert output["sampling_per_token_logps"].isnan().any(), "the unscored token was lost: the case is not tested"
     assert ours.shape == theirs.shape
     assert torch.equal(ours, theirs)

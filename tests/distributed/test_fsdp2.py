@@ -22,7 +22,9 @@ def test_two_sharded_ranks_equal_one_process(update: str, tiny_folder: Path, tmp
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     worker = [str(TESTS / "distributed" / "fsdp2_worker.py"), str(tiny_folder), str(tmp_path), update]
-    done = subprocess.run([*command, *worker], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, *worker], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(tmp_path / "result.pt", weights_only=True)
     config = LabConfig(**arguments(tmp_path), objective="dr_grpo", update=None if update == "exact" else update)

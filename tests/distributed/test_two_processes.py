@@ -129,7 +129,7 @@ def test_same_weights_after_four_steps(pair: Pair, worlds: dict[int, World], tin
     start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
     moved = relative_difference(expected, start)
     print(f"{pair.name}: weights differ by {difference:.1e} relative, training moved them by {moved:.1e}")
-    assert moved > 1e-3, "hardly trained: nothing was compared"
+    assert moved > 3e-4, "hardly trained: nothing was compared"
     assert difference <= 1e-6
 
 

@@ -49,7 +49,7 @@ def train(model_folder: str, out: Path, name: str, args: dict[str, Any], group_r
     trainer = LabTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
         reward_funcs=[mixed_reward(), ranked] if group_reward else mixed_reward(),
-        args=LabConfig(**arguments(out / name, **args)),
+        args=LabConfig(**arguments(out / name, **{"learning_rate": 0.1, **args})),
         train_dataset=problems(24),
         processing_class=tokenizer,
         rollout_func=rollout,

@@ -24,6 +24,7 @@ from transformers import (
 
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.tokenizer import CHAT_TEMPLATE
+from parity.tiny_vlm import save_tiny_llava
 
 #: a template that TRL knows to parse tool calls of
 TOOL_TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
@@ -45,12 +46,23 @@ def quick_short_runs() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Saved random models by name. A tenth of the vocabulary ends a completion, so that lengths vary."""
     root = tmp_path_factory.mktemp("models")
-    folders = {name: root / name for name in ("text", "qwen3", "llama", "gpt2", "dropout", "moe", "tools", "reward", "adapter")}
+    folders = {
+        name: root / name
+        for name in ("text", "qwen3", "llama", "gpt2", "dropout", "moe", "tools", "reward", "adapter", "llava")
+    }
     policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, max_positions=2048, initializer_range=0.2)
     sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "initializer_range": 0.2, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "initializer_range": 0.2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     torch.manual_seed(0)
@@ -70,6 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model.save_pretrained(folders[name])
         tokenizer.chat_template = TOOL_TEMPLATE if name == "tools" else CHAT_TEMPLATE
         tokenizer.save_pretrained(folders[name])
+    save_tiny_llava(folders["llava"])
     adapted = get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
     adapted.save_pretrained(folders["adapter"])
     return folders

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.sampler import NoisySampler, as_with_vllm
 from parity.stock_like import Case, prompts, spread_reward
+from parity.tiny_vlm import with_images
 
 Models = dict[str, Path]
 
@@ -230,7 +231,9 @@ TWICE = {"num_iterations": 2, "max_steps": 4}
 LEFT = {"sapo": "sapo", "luspo": "luspo", "vespo": "vespo"}
 
 LOSSES = [
-    Case(f"loss_type={kind}", {"loss_type": kind, **TWICE, **extra}, plain=kind == "dr_grpo", left_to_trl=LEFT.get(kind))
+    Case(
+        f"loss_type={kind}", {"loss_type": kind, **TWICE, **extra}, plain=kind == "dr_grpo", left_to_trl=LEFT.get(kind)
+    )
     for kind, extra in {
         "grpo": {},
         "dapo": {},
@@ -246,7 +249,9 @@ LOSS_OPTIONS = [
     Case("defaults", plain=True, slow=False),
     Case("sequence-grpo", {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.02, **TWICE}),
     Case("sequence-dapo-kl", {"importance_sampling_level": "sequence", "beta": 0.1, **TWICE}),
-    Case("sequence-dr_grpo", {"importance_sampling_level": "sequence", "loss_type": "dr_grpo", "epsilon": 0.02, **TWICE}),
+    Case(
+        "sequence-dr_grpo", {"importance_sampling_level": "sequence", "loss_type": "dr_grpo", "epsilon": 0.02, **TWICE}
+    ),
     Case("scale_rewards=batch", {"scale_rewards": "batch"}),
     Case("scale_rewards=none", {"scale_rewards": "none"}),
     Case("scale_rewards=False", {"scale_rewards": False}, plain=True),
@@ -265,7 +270,12 @@ LOSS_OPTIONS = [
     ),
     Case("off_policy_mask_threshold", {"off_policy_mask_threshold": 1e-3, **TWICE}, left_to_trl="off_policy"),
     Case("dead-groups", {}, rewards(two_level_reward), dead_rows=True, plain=True, slow=False),
-    Case("dead-groups-clipped", {"loss_type": "grpo", "epsilon": 0.05, **TWICE}, rewards(two_level_reward), dead_rows=True),
+    Case(
+        "dead-groups-clipped",
+        {"loss_type": "grpo", "epsilon": 0.05, **TWICE},
+        rewards(two_level_reward),
+        dead_rows=True,
+    ),
 ]
 MASKS = [
     Case("mask_truncated", {"mask_truncated_completions": True}, dead_rows=True),
@@ -347,7 +357,9 @@ TRAINING = [
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ),
     Case("cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}),
-    Case("max_grad_norm", {"max_grad_norm": 0.05, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 1}),
+    Case(
+        "max_grad_norm", {"max_grad_norm": 0.05, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 1}
+    ),
     Case("logging_steps=2", {"logging_steps": 2, "max_steps": 4, "beta": 0.1}),
     Case("model-by-path", {"model_init_kwargs": {"dtype": "float32"}}, by_path, plain=True),
     Case("own-optimizer-and-callback", {}, own_optimizer),
@@ -357,6 +369,8 @@ TRAINING = [
     Case("qwen3", {"beta": 0.1}, model="qwen3"),
     Case("llama", {**TWICE}, model="llama"),
     Case("gpt2-learned-positions", {}, model="gpt2"),
+    Case("images", {"beta": 0.1}, with_images, model="llava"),
+    Case("images-reused", {**TWICE}, with_images, model="llava"),
     Case("moe", {}, model="moe"),
     Case("moe-aux-loss", {"router_aux_loss_coef": 0.05, "beta": 0.1}, model="moe"),
     Case("moe-without-aux-loss", {"router_aux_loss_coef": 0.0}, model="moe"),
@@ -381,7 +395,9 @@ TRAINING = [
 ]
 REWARDS = [
     Case("reward-async", {}, rewards(awaited_reward)),
-    Case("rewards-weighted", {"reward_weights": [0.7, -0.2, 2.0]}, rewards(spread_reward, length_reward, awaited_reward)),
+    Case(
+        "rewards-weighted", {"reward_weights": [0.7, -0.2, 2.0]}, rewards(spread_reward, length_reward, awaited_reward)
+    ),
     Case("reward-partial", {}, rewards(functools.partial(length_reward, scale=0.3), spread_reward), plain=True),
     Case("reward-some-none", {}, rewards(partly_none_reward), dead_rows=True),
     Case("reward-some-none-of-two", {}, rewards(partly_none_reward, length_reward), dead_rows=True),
@@ -403,8 +419,8 @@ ADAPTERS_AND_TOOLS = [
     Case("peft-existing", {}, existing_adapter),
     Case("peft-existing-beta", {"beta": 0.1, **TWICE}, existing_adapter),
     Case("peft-gradient-checkpointing", {"gradient_checkpointing": True}, new_adapter),
-    Case("tools", {"max_completion_length": 160, **TWICE}, with_tools, model="tools", plain=True),
-    Case("environment", {"max_completion_length": 160}, in_environment, model="tools", dead_rows=True),
+    Case("tools", {"max_completion_length": 160, "num_iterations": 2, "max_steps": 2}, with_tools, model="tools"),
+    Case("environment", {"max_completion_length": 160, "max_steps": 2}, in_environment, model="tools", dead_rows=True),
 ]
 
 CASES: list[Case] = [

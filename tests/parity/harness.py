@@ -27,7 +27,9 @@ class Run:
 
 
 def problems(n: int = 12) -> Dataset:
-    return Dataset.from_dict({"prompt": [f"{'Add ' * (i % 4)}{i} and {i + 1}." for i in range(n)], "number": list(range(n))})
+    return Dataset.from_dict(
+        {"prompt": [f"{'Add ' * (i % 4)}{i} and {i + 1}." for i in range(n)], "number": list(range(n))}
+    )
 
 
 def mixed_reward(dead_every: int = 3) -> Callable[..., list[float]]:
@@ -97,7 +99,12 @@ def train(
     steps = [row for row in trainer.state.log_history if "loss" in row]
     weights = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
     return Run(
-        [row["loss"] for row in steps], [row["grad_norm"] for row in steps], weights, start, trainer.state.log_history, trainer
+        [row["loss"] for row in steps],
+        [row["grad_norm"] for row in steps],
+        weights,
+        start,
+        trainer.state.log_history,
+        trainer,
     )
 
 

@@ -82,9 +82,7 @@ def base_arguments(folder: Path) -> dict[str, Any]:
     }
 
 
-def run(
-    trainer_class: Any, config_class: Any, case: Case, models: dict[str, Path], folder: Path, **more: Any
-) -> Run:
+def run(trainer_class: Any, config_class: Any, case: Case, models: dict[str, Path], folder: Path, **more: Any) -> Run:
     """Train by ``case``. ``more``: configuration of ours only (``update``)."""
     args = config_class(**{**base_arguments(folder), **case.changes, **more})
     call = {"reward_funcs": spread_reward, "train_dataset": prompts(), **(case.call(models) if case.call else {})}
@@ -101,7 +99,12 @@ def run(
     steps = [row for row in trainer.state.log_history if "loss" in row]
     weights = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
     return Run(
-        [row["loss"] for row in steps], [row["grad_norm"] for row in steps], weights, start, trainer.state.log_history, trainer
+        [row["loss"] for row in steps],
+        [row["grad_norm"] for row in steps],
+        weights,
+        start,
+        trainer.state.log_history,
+        trainer,
     )
 
 

@@ -6,7 +6,8 @@ shows in the next step's completions as well. Metrics: every value that stock lo
 ``entropy`` is a mean over the rows that were computed; where rows with advantage 0 are skipped it is another mean than
 stock's (docs/metrics.md), so such cases are compared twice: with ``dead_groups: keep`` all of it, with ``skip`` without it.
 
-Not here: what needs a GPU, a server or the hub (vLLM, DeepSpeed, FSDP, quantisation, Liger, hub uploads).
+Not here: what needs a GPU, a server or the hub (vLLM's engine, DeepSpeed, FSDP, quantisation, Liger, continuous batching,
+hub uploads). The sampler correction runs on scripted completions with TRL's own code and no engine (``parity/sampler.py``).
 """
 
 from __future__ import annotations
@@ -120,9 +121,7 @@ def test_own_objective_on_a_mixture_of_experts(models: dict[str, Path], tmp_path
     case = Case("moe", {"router_aux_loss_coef": 0.05, "loss_type": "dapo"}, model="moe")
     stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path)
     plain = run(LabTrainer, LabConfig, case, models, tmp_path, objective="dapo")
-    doubled = run(
-        LabTrainer, LabConfig, case, models, tmp_path, objective={"name": "dapo", "surrogate": own_surrogate}
-    )
+    doubled = run(LabTrainer, LabConfig, case, models, tmp_path, objective={"name": "dapo", "surrogate": own_surrogate})
     assert movement_difference(plain, stock) <= 1e-4
     first, theirs = doubled.history[0], stock.history[0]
     aux = 0.05 * theirs["aux_loss"]
@@ -139,7 +138,9 @@ def test_a_difference_would_be_noticed(models: dict[str, Path], tmp_path: Path) 
     with pytest.raises(AssertionError):
         assert_same(faster, stock)
     higher = Case("higher", {}, lambda _: {"reward_funcs": functools.partial(shifted_reward)})
-    assert any("reward is" in line for line in metric_differences(run(LabTrainer, LabConfig, higher, models, tmp_path), stock))
+    assert any(
+        "reward is" in line for line in metric_differences(run(LabTrainer, LabConfig, higher, models, tmp_path), stock)
+    )
 
 
 def shifted_reward(**columns: Any) -> list[float]:

@@ -3,7 +3,8 @@
 Tolerances. A loss is a mean of terms of size |Â|, and with advantages that add up to zero it is what cancellation leaves
 over (on-policy, ``grpo`` with β = 0: 0 up to rounding); so its error is measured against the loss *or* the size of its
 terms (``TERMS``), whichever is larger: float32 rounds each term at 6e-8, and bins sum in another order than micro-batches.
-Weights are compared by what training did to them: ‖Δw_ours − Δw_stock‖ / ‖w‖ ≤ 1e-6, and relative to ‖Δw_stock‖ ≤ 2e-5.
+Weights are compared by what training did to them: ‖Δw_ours − Δw_stock‖ / ‖w‖ ≤ 1e-6, and relative to ‖Δw_stock‖ ≤ 1e-4
+(float32 weights of size 0.2 cannot hold a movement of 1e-3 any better).
 
 Where the difference is exactly 0: ``dr_grpo`` with β = 0 and ``update: off`` (losses and weights, any number of iterations).
 There both divide one masked sum by 4 rows × 32 tokens × 3 micro-batches, and 4 · 32 is a power of two, so TRL's two divisions
@@ -54,11 +55,17 @@ def _no_leftovers() -> Iterator[None]:
     _stock_runs.clear()
 
 
+def gentle(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A learning rate at which training is stable: with 0.5 a reused batch gave gradients of norm 20 (instead of 2), and a
+    rounding difference of one step is multiplied by that in the next."""
+    return arguments(folder, **{"learning_rate": 0.1, **changes})
+
+
 def stock(folder: Path, model: Path, name: str, **changes: Any) -> Run:
     """The stock run of a preset; each is trained once per module."""
     key = (name, *sorted(changes.items()))
     if key not in _stock_runs:
-        config = GRPOConfig(**arguments(folder, **STOCK[name], **changes))
+        config = GRPOConfig(**gentle(folder, **STOCK[name], **changes))
         run = train(GRPOTrainer, config, model)
         run.trainer = None
         _stock_runs[key] = run
@@ -74,7 +81,7 @@ def loss_difference(ours: Run, theirs: Run) -> float:
 def assert_same(ours: Run, theirs: Run) -> None:
     assert loss_difference(ours, theirs) <= 1e-6
     assert weight_difference(ours, theirs) <= 1e-6
-    assert movement_difference(ours, theirs) <= 2e-5
+    assert movement_difference(ours, theirs) <= 1e-4
 
 
 def assert_bit_equal(ours: Run, theirs: Run) -> None:
@@ -90,7 +97,7 @@ def test_preset_by_name(
     """``objective=name`` with the exact update: dead rows skipped, bins re-cut."""
     changes = {"beta": beta, "num_iterations": iterations}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**arguments(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
+    config = LabConfig(**gentle(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
     ours = train(LabTrainer, config, tiny_folder)
     record_property("loss", loss_difference(ours, theirs))
     record_property("movement", movement_difference(ours, theirs))
@@ -110,7 +117,7 @@ def test_preset_with_update_off(name: str, beta: float, iterations: int, tiny_fo
     """The formula alone, micro-batch by micro-batch as TRL cuts them."""
     changes = {"beta": beta, "num_iterations": iterations}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**arguments(tmp_path, objective=name, update="off", **changes, **BESIDE.get(name, {})))
+    config = LabConfig(**gentle(tmp_path, objective=name, update="off", **changes, **BESIDE.get(name, {})))
     ours = train(LabTrainer, config, tiny_folder)
     assert_same(ours, theirs)
     if name == "dr_grpo" and beta == 0.0:
@@ -125,7 +132,7 @@ def test_preset_from_a_plain_grpo_config(
     """TRL's own flat settings, mapped to ours."""
     changes = {"beta": beta, "num_iterations": iterations}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = GRPOConfig(**arguments(tmp_path, **STOCK[name], **changes))
+    config = GRPOConfig(**gentle(tmp_path, **STOCK[name], **changes))
     ours = train(LabTrainer, config, tiny_folder)
     assert ours.trainer.algorithm.objective is not None, ours.trainer.algorithm.left_to_trl
     assert_same(ours, theirs)
@@ -134,8 +141,8 @@ def test_preset_from_a_plain_grpo_config(
 @pytest.mark.slow
 def test_named_trainer_is_the_preset(tiny_folder: Path, tmp_path: Path) -> None:
     """``DrGRPOTrainer`` is ``objective="dr_grpo"``: the same run to the bit."""
-    by_class = train(DrGRPOTrainer, LabConfig(**arguments(tmp_path)), tiny_folder)
-    by_name = train(LabTrainer, LabConfig(**arguments(tmp_path, objective="dr_grpo")), tiny_folder)
+    by_class = train(DrGRPOTrainer, LabConfig(**gentle(tmp_path)), tiny_folder)
+    by_name = train(LabTrainer, LabConfig(**gentle(tmp_path, objective="dr_grpo")), tiny_folder)
     assert_bit_equal(by_class, by_name)
 
 
@@ -147,7 +154,7 @@ def test_difference_under_adamw(name: str, tiny_folder: Path, tmp_path: Path, re
     is printed (``pytest -s``)."""
     changes = {"optim": "adamw_torch", "learning_rate": 1e-3, "beta": 0.04}
     theirs = stock(tmp_path, tiny_folder, name, **changes)
-    config = LabConfig(**arguments(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
+    config = LabConfig(**gentle(tmp_path, objective=name, **changes, **BESIDE.get(name, {})))
     ours = train(LabTrainer, config, tiny_folder)
     moved, weights = movement_difference(ours, theirs), weight_difference(ours, theirs)
     record_property("movement", moved)
@@ -169,7 +176,7 @@ class FlippedAdvantages(LabTrainer):
 
 def test_a_flipped_sign_is_noticed(tiny_folder: Path, tmp_path: Path) -> None:
     theirs = stock(tmp_path, tiny_folder, "grpo", beta=0.0, num_iterations=1)
-    config = LabConfig(**arguments(tmp_path, objective="grpo"))
+    config = LabConfig(**gentle(tmp_path, objective="grpo"))
     flipped = train(FlippedAdvantages, config, tiny_folder)
     assert movement_difference(flipped, theirs) > 1.0
     with pytest.raises(AssertionError):
@@ -182,4 +189,4 @@ def test_the_start_up_proof_refuses_a_flipped_sign(tiny_folder: Path, tmp_path: 
             return -super().token_loss(batch)
 
     with pytest.raises(RuntimeError, match="not the configured objective 'grpo'"):
-        train(Flipped, LabConfig(**arguments(tmp_path, objective="grpo")), tiny_folder, reward=mixed_reward())
+        train(Flipped, LabConfig(**gentle(tmp_path, objective="grpo")), tiny_folder, reward=mixed_reward())

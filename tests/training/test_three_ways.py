@@ -129,9 +129,6 @@ def test_surrogate_by_object_by_address_and_by_attribute(tmp_path: Path, plain: 
     all_alike(found, plain)
 
 
-@pytest.mark.xfail(
-    raises=RuntimeError, strict=False, reason="the start-up proof compares a hook with the preset's formula"
-)
 def test_surrogate_by_hook(tmp_path: Path, plain: Tensor) -> None:
     all_alike([weights(tmp_path / "a", ByAttribute), weights(tmp_path / "b", ByHook)], plain)
 

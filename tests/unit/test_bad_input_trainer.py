@@ -64,7 +64,10 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "empty dataset": ({"train_dataset": Dataset.from_dict({"prompt": []})}, ("`train_dataset` is empty",)),
     "dataset of another kind": ({"train_dataset": [{"prompt": "a"}]}, ("`train_dataset` is a list", "Dataset")),
     "column that the reward reads": ({"reward_funcs": Measured()}, ("'measured'", "'solution'", "`train_dataset`")),
-    "model folder that is not there": ({"model": "./no/such/folder"}, ("`model`", "'./no/such/folder'", "no such folder")),
+    "model folder that is not there": (
+        {"model": "./no/such/folder"},
+        ("`model`", "'./no/such/folder'", "no such folder"),
+    ),
     "hub model that cannot be reached": (
         {"model": "nobody/no-such-model"},
         ("`model`", "'nobody/no-such-model'", "HF_HUB_OFFLINE", "local folder"),
@@ -146,7 +149,10 @@ async def short_later(completions: list[str], **_: Any) -> list[float]:
 
 
 REWARDS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "one too few": (short, ("'short'", "3 rewards for 4 completions", "one number or None per completion", "reward_funcs")),
+    "one too few": (
+        short,
+        ("'short'", "3 rewards for 4 completions", "one number or None per completion", "reward_funcs"),
+    ),
     "no list": (number, ("'number'", "float", "list", "4", "reward_funcs")),
     "infinite": (infinite, ("'infinite'", "inf", "completion 1", "finite", "None", "reward_funcs")),
     "nan": (not_a_number, ("'not_a_number'", "nan", "completion 0", "None", "reward_funcs")),

@@ -34,6 +34,7 @@ neighbours = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(st.tuples(numbers, numbers), neighbours, numbers.map(lambda text: (text, text))))
 def test_agrees_with_math_verify_wherever_it_decides(pair: tuple[str, str]) -> None:
@@ -59,6 +60,7 @@ def test_agrees_with_math_verify_wherever_it_decides(pair: tuple[str, str]) -> N
         ("10%", "10", None),
         ("1/2", "0.5", None),
         ("1,23", "123", None),
+        ("1000", "+1,000", None),  # math-verify reads this as a list; the canonical spelling has lost the plus by now
     ],
 )
 def test_by_hand(gold: str, answer: str, verdict: bool | None) -> None:
