@@ -10,6 +10,8 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from grpo_lab.verifiers.plain_numbers import decimals_compared
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own (signal) time limit is off; ours is on
 
 
@@ -20,17 +22,17 @@ def _parse(expression: str) -> list[Any]:
     return list(parse(f"${one_line}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _verify(gold: list[Any], answer: list[Any]) -> bool:
+def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
     from math_verify import verify
 
-    return bool(verify(gold, answer, timeout_seconds=None))
+    return bool(verify(gold, answer, float_rounding=decimals, timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
 def _usable_gold(gold: str) -> list[Any]:
     """The parsed gold, empty unless it is accepted as an answer to itself (1/0, for one, is not)."""
     parsed = _parse(gold)
-    return parsed if parsed and _verify(parsed, parsed) else []
+    return parsed if parsed and _verify(parsed, parsed, decimals_compared(gold)) else []
 
 
 def compare(job: dict[str, str]) -> dict[str, str]:
@@ -43,7 +45,7 @@ def compare(job: dict[str, str]) -> dict[str, str]:
     answer = _parse(job["answer"])
     if not answer:
         return {"verdict": "unparseable_answer", "reason": "math-verify cannot read the answer"}
-    if _verify(gold, answer):
+    if _verify(gold, answer, decimals_compared(job["gold"])):
         return {"verdict": "equal", "reason": "math-verify"}
     return {"verdict": "not_equal", "reason": "math-verify"}
 

@@ -113,6 +113,7 @@ def test_what_trl_passes_along_is_accepted_and_shares_are_logged(strict: Accurac
     }
 
 
+@pytest.mark.slow
 def test_bombs_are_wrong_answers_and_counted() -> None:
     reward = AccuracyReward(workers=1, timeout_s=0.5)
     bombs = ["\\boxed{9^{9^{9^9}}}", "<answer>" + "{" * 1000 + "x</answer>", "\\boxed{" + "x+" * 50_000 + "1}"]

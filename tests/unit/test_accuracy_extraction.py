@@ -168,7 +168,12 @@ UNITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("unit", UNITS)
+QUICK = ("\\boxed{", "$", "answer is 5 ", "a = b is ", "<answer>5</answer>")
+
+
+@pytest.mark.parametrize(
+    "unit", [unit if unit in QUICK else pytest.param(unit, marks=pytest.mark.slow) for unit in UNITS]
+)
 def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
     """100 kB of anything, in any position: milliseconds when linear, minutes when quadratic. Processor time is measured."""
     junk = (unit * (100_000 // len(unit) + 1))[:100_000]
