@@ -27,17 +27,9 @@ def digits(completions, **columns):
 
 if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
-    args = LabConfig(
-        folder,
-        max_steps=2,
-        learning_rate=1e-3,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=16,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-    )
+    small = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16}
+    on_cpu = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    args = LabConfig(folder, learning_rate=1e-3, **small, **on_cpu)
     model, tokenizer = tiny_model("qwen2", hidden_size=32, initializer_range=0.2)
     trainer = SoftClipTrainer(model, digits, args, word_problems(64, seed=0), processing_class=tokenizer)
     trainer.train()

@@ -4,7 +4,7 @@ Frames on the socket are a 4-byte big-endian length and JSON, never pickle: a wo
 something by model text can say anything it likes and still only hands over plain data.
 
 Replies: `{"ready": pid, "memory_limited": bool}` once; then per job one of `{"ok": value}`, `{"crash": reason}` (the
-text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), each with `"rss"`, the peak in bytes.
+text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), each with `"rss"`, the memory held, in bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -52,9 +51,13 @@ def _limit_memory(memory_bytes: int) -> bool:
     return True
 
 
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _resident_bytes() -> int:
+    """Memory held now. Not ``ru_maxrss``: that survives exec on Linux, so a child of a large trainer starts at its peak."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # no /proc (macOS, which reports bytes)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
@@ -86,7 +89,7 @@ def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct
         reply, healthy = _answer(handler, message["job"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["rss"] = _peak_rss_bytes()
+        reply["rss"] = _resident_bytes()
         channel.sendall(encode_frame(reply))
         if not healthy:
             return

@@ -183,10 +183,10 @@ def test_a_flipped_sign_is_noticed(tiny_folder: Path, tmp_path: Path) -> None:
         assert_same(flipped, theirs)
 
 
-def test_the_start_up_proof_refuses_a_flipped_sign(tiny_folder: Path, tmp_path: Path) -> None:
-    class Flipped(LabTrainer):
-        def token_loss(self, batch: Any) -> Any:
-            return -super().token_loss(batch)
-
+def test_the_start_up_proof_refuses_a_flipped_sign(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Clipped.__call__
+    monkeypatch.setattr(Clipped, "__call__", lambda self, batch: -right(self, batch))
     with pytest.raises(RuntimeError, match="not the configured objective 'grpo'"):
-        train(Flipped, LabConfig(**gentle(tmp_path, objective="grpo")), tiny_folder, reward=mixed_reward())
+        train(LabTrainer, LabConfig(**gentle(tmp_path, objective="grpo")), tiny_folder, reward=mixed_reward())

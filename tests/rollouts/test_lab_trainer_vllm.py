@@ -36,7 +36,10 @@ def build(folder: Path, architecture: str, tie: bool, **changes: Any) -> LabTrai
     }  # fmt: skip
     rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
     return LabTrainer(
-        model=str(folder / "model"), reward_funcs=odd_share, args=LabConfig(**{**settings, **changes}), train_dataset=rows
+        model=str(folder / "model"),
+        reward_funcs=odd_share,
+        args=LabConfig(**{**settings, **changes}),
+        train_dataset=rows,
     )
 
 

@@ -56,7 +56,7 @@ def test_agrees_with_math_verify_wherever_it_decides(pair: tuple[str, str]) -> N
         ("1800", "1.8", False),
         ("0.5", "0.51", False),
         ("0.3333333", "0.3333334", None),  # 1e-7 apart: alike after rounding to six places, so not ours to say
-        (".0000672", ".0000673", False),  # below 0.1, six decimals are counted from the first significant digit
+        ("0.0000672", "0.0000673", False),  # below 0.1, six decimals are counted from the first significant digit
         ("0.05", "0.050001", False),
         ("0.05", "0.05000001", None),
         ("12345678901234567", "12345678901234568", None),  # more digits than a double holds
