@@ -33,7 +33,10 @@ def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
     Source: DAPO (arXiv 2503.14476, eq. 8). As in TRL, ``tokens`` is counted over the generation batch and rescaled to
     one accumulation window; it may be ``[B, 1]`` where rows of one step come from several generation batches.
     """
-    return masked_sum(loss / denominators.tokens, mask)
+    tokens = denominators.tokens
+    if isinstance(tokens, Tensor) and tokens.dim() > 0:
+        return masked_sum(loss / tokens, mask)
+    return masked_sum(loss, mask) / tokens
 
 
 def local_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:

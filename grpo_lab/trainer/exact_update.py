@@ -7,7 +7,7 @@ and the last bin's loss is handed back, so that HF itself runs the backward that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +146,7 @@ class ExactUpdate:
         table = RowTable.of(marked).gathered(trainer.accelerator)
         plan = self._plan(table, budget)
         denominators = Denominators(
-            rows=float(local_rows), tokens=1.0, budget=float(trainer.max_completion_length), micro_batches=len(window)
+            rows=float(local_rows), tokens=self._tokens(window), budget=float(trainer.max_completion_length), micro_batches=len(window)
         )
         bins = plan.bins[trainer.accelerator.process_index]
         done = torch.zeros((), device=trainer.accelerator.device)
@@ -161,6 +161,13 @@ class ExactUpdate:
         self._record(plan, table, window)
         return last + done
 
+    def _tokens(self, window: list[dict[str, Any]]) -> Tensor | float:
+        """TRL's token denominator where one generation batch made the whole step (one tensor, summed before dividing)."""
+        first = window[0]["num_items_in_batch"]
+        if all(batch["num_items_in_batch"] is first for batch in window):
+            return self.trainer.token_denominator(window[0], mode="train")
+        return float("nan")
+
     def _plan(self, table: RowTable, budget: int) -> Plan:
         mask = table.loss_mask
         assert self._verdict is not None
@@ -173,7 +180,9 @@ class ExactUpdate:
         batch = self._forward(model, rows)
         objective = self.trainer.algorithm.objective
         assert objective is not None
-        counted = Denominators(denominators.rows, rows.fields["num_items"].unsqueeze(1), denominators.budget)
+        counted = denominators
+        if isinstance(counted.tokens, float):  # rows of several generation batches: each has its own count
+            counted = replace(counted, tokens=rows.fields["num_items"].unsqueeze(1))
         self.trainer.record_tokens(batch, *self._slots(rows, denominators))
         return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
 
