@@ -146,7 +146,10 @@ class ExactUpdate:
         table = RowTable.of(marked).gathered(trainer.accelerator)
         plan = self._plan(table, budget)
         denominators = Denominators(
-            rows=float(local_rows), tokens=self._tokens(window), budget=float(trainer.max_completion_length), micro_batches=len(window)
+            rows=float(local_rows),
+            tokens=self._tokens(window),
+            budget=float(trainer.max_completion_length),
+            micro_batches=len(window),
         )
         bins = plan.bins[trainer.accelerator.process_index]
         done = torch.zeros((), device=trainer.accelerator.device)
@@ -187,9 +190,7 @@ class ExactUpdate:
         return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
-        scored, entropies = completion_log_probs(
-            self.trainer, model, rows.input_ids, rows.attention_mask, rows.labels, rows.position_ids
-        )
+        scored, entropies = completion_log_probs(self.trainer, model, rows.input_ids, rows.labels, rows.position_ids)
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
         return self.trainer.token_batch(logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
 

@@ -26,7 +26,6 @@ class Bin:
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
     labels: Tensor
     position_ids: Tensor
     take: Tensor
@@ -110,7 +109,6 @@ class RowTable:
         loss_mask = self.loss_mask[index, :width]
         return Bin(
             input_ids=input_ids,
-            attention_mask=real.long(),
             labels=input_ids.masked_fill(~real | (steps < prompt.unsqueeze(1)), -100),
             position_ids=(
                 self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])

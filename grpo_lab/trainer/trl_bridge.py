@@ -123,7 +123,6 @@ def completion_log_probs(
     trainer: Any,
     model: torch.nn.Module,
     input_ids: Tensor,
-    attention_mask: Tensor,
     labels: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -131,12 +130,12 @@ def completion_log_probs(
 
     Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
     left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
-    have had makes the same numbers from a differently padded row.
+    have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
+    look, so there is no attention mask and the kernels take their causal path.
     """
     with trainer.accelerator.autocast():
         output = model(
             input_ids=input_ids,
-            attention_mask=attention_mask,
             position_ids=position_ids,
             labels=labels,
             fused_lm_head=True,

@@ -190,7 +190,7 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
     mask = torch.ones_like(ids)
     positions = torch.arange(5).expand(2, 5) + torch.tensor([[0], [3]])
     with torch.no_grad():
-        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, mask, labels, positions)
+        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, labels, positions)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.double()
     expected = torch.log_softmax(logits / trainer.temperature, dim=-1)
     assert logps.shape == entropy.shape == (2, 4)
@@ -206,9 +206,7 @@ def test_fused_lm_head_divides_by_the_temperature(tiny_folder: Path, tmp_path: P
     hot = build(tmp_path, tiny_folder, temperature=2.0)
     ids = torch.tensor([[5, 30, 41, 52]])
     with torch.no_grad():
-        logps, _ = trl_bridge.completion_log_probs(
-            hot, hot.model, ids, torch.ones_like(ids), ids, torch.arange(4)[None]
-        )
+        logps, _ = trl_bridge.completion_log_probs(hot, hot.model, ids, ids, torch.arange(4)[None])
         logits = hot.model(input_ids=ids).logits[:, :-1] / 2.0
     assert torch.allclose(logps, logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2), atol=1e-5)
 
@@ -221,9 +219,7 @@ def test_explicit_positions_make_the_numbers_of_left_padding(trainer: Any) -> No
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, 3)
-        ours, _ = trl_bridge.completion_log_probs(
-            trainer, trainer.model, row, torch.ones_like(row), row, torch.arange(4)[None] + 3
-        )
+        ours, _ = trl_bridge.completion_log_probs(trainer, trainer.model, row, row, torch.arange(4)[None] + 3)
     assert torch.allclose(ours, theirs, atol=2e-6)
 
 
