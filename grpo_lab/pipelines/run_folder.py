@@ -79,6 +79,6 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
         self.path = path
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs:
+        if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")

@@ -55,6 +55,7 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     if after is None:
         console.print(f"report: {report}", soft_wrap=True)
     else:
+        _show_samples(before, after)
         terminal_summary(before, after, report=report, model_path=folder, seconds=sum(seconds.values()))
     return Outcome(folder, report, before, after)
 
@@ -179,3 +180,16 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "versions": versions(),
         "seconds": seconds,
     }
+
+
+def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
+    """The first held-out problems with the model's own words, so that a reader sees whether they are solutions."""
+    earlier = {} if before is None else {outcome.problem: outcome for outcome in before.greedy}
+    console.rule("samples")
+    for now in after.greedy[:count]:
+        lines = [now.question.strip()]
+        for name, outcome in (("before", earlier.get(now.problem)), ("after", now)):
+            if outcome is not None:
+                mark = {True: "right", False: "wrong", None: "unscorable"}[outcome.correct]
+                lines.append(f"  {name} ({mark}): {' / '.join(outcome.completion.strip()[:400].splitlines())}")
+        console.print("\n".join(lines), markup=False, highlight=False)

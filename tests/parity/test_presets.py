@@ -174,9 +174,6 @@ class FlippedAdvantages(LabTrainer):
     def token_loss(self, batch: Any) -> Any:
         return -super().token_loss(batch)
 
-    def _prove(self) -> None:
-        """The start-up proof would refuse this trainer; here the parity check itself is on trial."""
-
 
 def test_a_flipped_sign_is_noticed(tiny_folder: Path, tmp_path: Path) -> None:
     theirs = stock(tmp_path, tiny_folder, "grpo", beta=0.0, num_iterations=1)
