@@ -9,11 +9,16 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 
-def check_inputs(model: Any, reward_funcs: Any, args: Any, train_dataset: Any, others: dict[str, Any]) -> None:
+def check_inputs(
+    model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any
+) -> None:
     """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it."""
     check_model(model)
+    needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:
-        check_dataset(train_dataset, "train_dataset", needs_prompt=others.get("environment_factory") is None)
+        check_dataset(train_dataset, "train_dataset", needs_prompt)
+    if isinstance(eval_dataset, Dataset):
+        check_dataset(eval_dataset, "eval_dataset", needs_prompt)
     rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if isinstance(train_dataset, Dataset):
         for reward in rewards:

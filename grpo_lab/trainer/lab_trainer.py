@@ -88,7 +88,7 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
-        check_inputs(model, reward_funcs, args, train_dataset, {"environment_factory": environment_factory})
+        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
@@ -142,7 +142,7 @@ class LabTrainer(GRPOTrainer):
         config = self.accelerator.unwrap_model(self.model).config
         risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
         if risk is not None:
-            self.say(risk, key="context")
+            self.say(risk, key="context", level=logging.WARNING)
         return ids, images, fields
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
@@ -266,6 +266,7 @@ class LabTrainer(GRPOTrainer):
                 f"{share:.0%} of the completions were cut at max_completion_length={self.max_completion_length} tokens "
                 "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
                 key="truncated",
+                level=logging.WARNING,
             )
 
     def _group_size(self) -> int:
@@ -424,16 +425,16 @@ class LabTrainer(GRPOTrainer):
             self._metrics[mode][name] = [value]
         super().log(logs, start_time)
 
-    def say(self, message: str, key: str | None = None) -> None:
+    def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
         said: set[str] = self.__dict__.setdefault("_said", set())
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
-            logger.warning(message) if key in ("truncated", "context") else logger.info(message)
+            logger.log(level, message)
 
     def _prove(self) -> None:
         if self.algorithm.objective is None:
-            self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}")
+            self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING)
         else:
             own_hook = type(self).token_loss is not LabTrainer.token_loss
             self.say(prove_loss(self.token_loss, self.algorithm.objective, own_hook))
