@@ -25,8 +25,12 @@ setup-vllm: setup  ## vLLM: the CPU build on a Linux machine without a GPU, else
 train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 	$(BIN)/grpo-lab train --config $(RECIPE) --overwrite
 
-test: setup setup-vllm lint types  ## lint, types and the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
+# Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
+test: setup lint types  ## lint, types and the whole suite
+	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not vllm"
 
 test-fast: setup  ## the part of the suite that takes under two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not vllm"

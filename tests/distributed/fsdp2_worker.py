@@ -7,6 +7,7 @@ the last bin only).
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def main(model_folder: str, out: str, update: str) -> None:
         total = sum(p.numel() for p in whole.values())
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         torch.save({"weights": whole, "losses": losses, "share": shards / total}, Path(out) / "result.pt")
+    trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")

@@ -78,3 +78,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the interpreter's teardown ("terminate called without an active exception")
