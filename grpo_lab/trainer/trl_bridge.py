@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -221,6 +221,3 @@ def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
     for _ in range(min(len(logged), advantages.size(0))):
         logged.pop()
     logged.extend(advantages.tolist())
-
-
-Hook = Callable[..., Any]
