@@ -17,6 +17,7 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
 from grpo_lab.trainer.metrics import LeftOut
 from grpo_lab.trainer.row_table import Bin, RowTable
+from grpo_lab.trainer.token_metrics import record_skipped
 from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import (
     LiveConditions,
@@ -213,7 +214,9 @@ class ExactUpdate:
         def per_slot(values: Tensor) -> Tensor:
             return zeros.index_add(0, slots, values.float())
 
-        self.trainer.record_skipped(
+        record_skipped(
+            self.trainer,
+            self.trainer.metric_book("train"),
             batch,
             LeftOut(
                 tokens=per_slot(scored * skipped),

@@ -24,15 +24,7 @@ from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
 from grpo_lab.trainer.loss_proof import prove_loss
-from grpo_lab.trainer.metrics import (
-    EXTREMES,
-    NOTHING,
-    LeftOut,
-    MetricBook,
-    add_extreme_metric,
-    add_token_metric,
-    reward_metrics,
-)
+from grpo_lab.trainer.metrics import MetricBook, reward_metrics
 from grpo_lab.trainer.named_parts import with_class_parts
 from grpo_lab.trainer.resample import Resampler, check_resample
 from grpo_lab.trainer.reward_table import (
@@ -46,6 +38,7 @@ from grpo_lab.trainer.reward_table import (
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.token_metrics import record_tokens
 
 logger = logging.getLogger("grpo_lab")
 
@@ -368,56 +361,9 @@ class LabTrainer(GRPOTrainer):
     def metric_book(self, mode: str) -> MetricBook:
         return self._books[mode]
 
-    @torch.no_grad()
     def record_tokens(self, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1) -> None:
         """Entropy, KL and the surrogate's diagnostics of a micro-batch or bin into the book."""
-        objective = self.algorithm.objective
-        assert objective is not None
-        values = dict(objective.diagnostics(batch))
-        if batch.entropies is not None:
-            values["entropy"] = batch.entropies
-        if objective.kl_in_loss is not None:
-            values["kl"] = objective.kl_in_loss.in_loss(batch)
-        for name, value in values.items():
-            add_token_metric(self.metric_book(self._mode()), name, value, batch.mask, slots, num_slots)
-        if batch.sampler_weights is not None and "sampling_per_token_logps" in batch.extras:
-            self._record_sampler(batch, slots, num_slots)
-
-    def _record_sampler(self, batch: TokenBatch, slots: Tensor | None, num_slots: int) -> None:
-        """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation."""
-        if "importance_sampling_ratio" in batch.extras:
-            return  # TRL made and logged it
-        assert batch.sampler_weights is not None
-        book, weights, mask = self.metric_book(self._mode()), batch.sampler_weights, batch.mask
-        if slots is not None:  # TRL measures a generation batch at a time
-            slots = slots // (self.args.steps_per_generation * self.num_iterations)
-        gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()
-        scored = mask & ~gap.isnan()
-        gap = gap.nan_to_num(nan=0.0)
-        add_token_metric(book, "sampling/sampling_logp_difference/mean", gap, scored, slots, num_slots)
-        add_token_metric(book, "sampling/importance_sampling_ratio/mean", weights, mask, slots, num_slots)
-        chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
-        for name, how, values, where in (
-            ("sampling/sampling_logp_difference/max", "max", gap, scored),
-            ("sampling/importance_sampling_ratio/min", "min", weights, chosen),
-            ("sampling/importance_sampling_ratio/max", "max", weights, chosen),
-        ):
-            add_extreme_metric(book, name, how, values, where, slots, num_slots)
-
-    def record_skipped(self, batch: TokenBatch, left_out: LeftOut) -> None:
-        """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there."""
-        objective = self.algorithm.objective
-        assert objective is not None
-        book, nothing = self.metric_book(self._mode()), left_out.without_tokens * NOTHING
-        for name, value in objective.diagnostics(batch).items():
-            per_row = value.size(1) == 1
-            book.add(name, torch.zeros_like(left_out.tokens), left_out.rows if per_row else left_out.tokens + nothing)
-            if name in EXTREMES:
-                extreme, how = EXTREMES[name]
-                seen = left_out.rows if per_row else left_out.rows_with_tokens
-                book.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
-        for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):
-            book.add(name, torch.zeros_like(nothing), nothing)
+        record_tokens(self, self.metric_book(self._mode()), batch, slots, num_slots)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode()
