@@ -18,8 +18,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,10 +43,17 @@ class ServerOptions:
     port: int = 8000
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer_dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
 
     def __post_init__(self) -> None:
         if not 1024 <= self.port <= 65535:
             raise ValueError(f"server port must lie in 1024..65535, got {self.port}")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {share}")
 
     @property
     def base_url(self) -> str:
@@ -76,6 +83,10 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         else:
             command += [flag, str(value)]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
+    if options.tensor_parallel_size > 1:
+        command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+    if options.gpu_memory_utilization is not None:
+        command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if not on_cpu:
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return command
@@ -138,13 +149,13 @@ def end_with_parent() -> None:
 
 
 class Server:
-    """A server process that lives as long as the `with` block, its output in `log`.
+    """A server process that lives as long as the `with` block, its output in `log` (None: where this process writes).
 
     with Server(ServerOptions(model="…", port=8123), log=Path("server.log")) as server:
         ... server.options.base_url ...
     """
 
-    def __init__(self, options: ServerOptions, *, log: Path, start_timeout: float = 300.0) -> None:
+    def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options
         self.log = log
         self.start_timeout = start_timeout
@@ -153,7 +164,7 @@ class Server:
     def start(self) -> Server:
         """Start the process and wait until it is healthy."""
         command = server_command(self.options, on_cpu=runs_on_cpu())
-        with self.log.open("wb") as output:
+        with nullcontext() if self.log is None else self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 env=server_environment(),
@@ -215,6 +226,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
         status=retries,
         status_forcelist=[500, 502, 503],
         backoff_factor=backoff,
+        raise_on_status=False,  # the last answer says more than "too many 500 error responses"
         allowed_methods=["GET", "POST"],
     )
     adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
@@ -228,13 +240,19 @@ def server_errors(base_url: str) -> Iterator[None]:
     """Turn what a request fails with for good into ServerGone, whose message says what to do."""
     import requests
 
+    start = time.monotonic()
     try:
         yield
-    except (requests.exceptions.ConnectionError, requests.exceptions.RetryError, requests.exceptions.Timeout) as error:
+    except (
+        requests.exceptions.ConnectionError,
+        requests.exceptions.ChunkedEncodingError,  # it went in the middle of its answer
+        requests.exceptions.RetryError,
+        requests.exceptions.Timeout,
+    ) as error:
         state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
         raise ServerGone(
-            f"the vLLM server at {base_url} failed a request for good ({type(error).__name__}: {error}); it {state}. "
-            "Start it again and resume from the last checkpoint"
+            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
+            f"retries ({type(error).__name__}: {error}); it {state}"
         ) from error
 
 
@@ -245,13 +263,3 @@ def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -
     if response.status_code != 200:
         raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
     return response.json()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`python -m grpo_lab.rollouts.server MODEL [PORT]`: serve in the foreground until interrupted."""
-    options = ServerOptions(model=arguments[0], port=int(arguments[1]) if len(arguments) > 1 else 8000)
-    return subprocess.call(server_command(options, on_cpu=runs_on_cpu()), env=server_environment())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

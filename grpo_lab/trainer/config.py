@@ -46,7 +46,7 @@ class LabConfig(GRPOConfig):
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
-            the engine's options, with ``use_vllm``.
+            the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
 
     Raises:
@@ -89,7 +89,7 @@ class LabConfig(GRPOConfig):
             agree_with_trl(self, settings)
         if settings.kl is not None:
             self._agree_on_beta(settings)
-        rollout_settings(self.rollout, self.use_vllm)
+        rollout_settings(self.rollout, self.use_vllm, self.vllm_mode)
         algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
 
     @property

@@ -38,6 +38,7 @@ from grpo_lab.trainer.reward_table import (
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.token_metrics import record_tokens
 
 logger = logging.getLogger("grpo_lab")
@@ -89,7 +90,7 @@ class LabTrainer(GRPOTrainer):
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
-        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm)
+        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
             super().__init__(
                 model=model,
@@ -146,7 +147,7 @@ class LabTrainer(GRPOTrainer):
         generated = super()._generate_single_turn(
             prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
-        if self.use_vllm and self.vllm_mode == "colocate" and self.model.training and self._sync_proof.is_due():
+        if self.use_vllm and self.model.training and self._sync_proof.is_due():
             self._sync_proof.prove(prompt_ids)
         return generated
 
@@ -172,10 +173,11 @@ class LabTrainer(GRPOTrainer):
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = self._generate_and_score(inputs)
-        if self.model.training and self.lab_settings.update.dead_groups == "resample":
-            return self._resampler.fill(output, self._generate_and_score)
-        return output
+        with checkpoint_if_server_gone(self):
+            output = self._generate_and_score(inputs)
+            if self.model.training and self.lab_settings.update.dead_groups == "resample":
+                return self._resampler.fill(output, self._generate_and_score)
+            return output
 
     def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
         """One generation batch: TRL's completions and rewards, our advantages."""
