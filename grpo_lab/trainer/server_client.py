@@ -205,9 +205,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     # -- completions -------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any, **arguments: Any) -> dict[str, Any]:
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite."""
-        answer: dict[str, Any] = super().generate(prompts, **arguments)
+        answer: dict[str, Any] = super().generate(*args, **kwargs)
         check_answer(answer["logprobs"])
         self.check_same_weights()
         return answer

@@ -61,6 +61,8 @@ METHODS: dict[str, tuple[str, ...]] = {
         "has_tool_images",
     ),
     "log": ("self", "logs", "start_time"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_get_output_dir": ("self", "trial"),
 }
 
 #: Attributes that exist on a constructed ``trl.GRPOTrainer``.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
@@ -34,7 +35,24 @@ ROOM = Path(room.__file__).parent
 GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
 LOSS = inspect.getsource(GRPOTrainer._compute_loss)
 #: methods of ``VLLMGeneration`` that ``rollout_seam`` overrides or calls
-ENGINE = {"_init_vllm": ("self",), "sync_weights": ("self",), "_iter_named_params": ("self",)}
+ENGINE = {
+    "_init_vllm": ("self",),
+    "sync_weights": ("self",),
+    "_iter_named_params": ("self",),
+    "generate": ("self", "prompts", "images", "num_generations", "profiler"),
+}
+#: methods of ``VLLMClient`` that ``server_client`` overrides or calls
+CLIENT = {
+    "__init__": ("self", "base_url", "host", "server_port", "group_port", "connection_timeout"),
+    "check_server": ("self", "total_timeout", "retry_interval"),
+    "_get": ("self", "url", "kwargs"),
+    "_post": ("self", "url", "kwargs"),
+    "get_server_info": ("self",),
+    "init_communicator": ("self", "device"),
+    "update_named_params": ("self", "metadata", "named_params"),
+    "reset_prefix_cache": ("self",),
+    "image_features": ("self", "images", "max_concurrent_requests"),
+}
 
 
 def build(folder: Path, model: Path, trainer_class: Any = GRPOTrainer, **changes: Any) -> Any:
@@ -99,6 +117,25 @@ def test_vllm_engine_methods(name: str) -> None:
     assert vars(grpo_trainer)["VLLMGeneration"] is VLLMGeneration
 
 
+@pytest.mark.parametrize("name", sorted(CLIENT))
+def test_vllm_client_methods(name: str) -> None:
+    assert tuple(inspect.signature(getattr(VLLMClient, name)).parameters) == CLIENT[name]
+
+
+def test_server_mode_is_built_as_we_complete_it() -> None:
+    """The constructor checks the server before its first request; the main process talks, the others wait for a broadcast."""
+    constructor = inspect.getsource(VLLMClient.__init__)
+    assert (
+        constructor.index("self.session =") < constructor.index("self.check_server(") < constructor.index("self._get(")
+    )
+    generate = inspect.getsource(VLLMGeneration.generate)
+    assert generate.index("self.vllm_client.image_features(") < generate.index("self.vllm_client.generate(")
+    assert generate.index("self.vllm_client.generate(") < generate.index("broadcast_object_list(obj_list")
+    assert generate.count("self.vllm_client.") == 2
+    sync = inspect.getsource(VLLMGeneration.sync_weights)
+    assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sync
+
+
 def test_every_private_name_in_the_room_is_listed() -> None:
     """A private attribute of the trainer that our code touches is in ``METHODS`` or ``ATTRIBUTES``, or ours."""
     listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES, *ENGINE}
@@ -123,6 +160,7 @@ def test_only_public_modules_of_trl_are_imported() -> None:
         "trl.trainer.utils",  # is_async_callable
         "trl.trainer",  # grpo_trainer.VLLMGeneration
         "trl.generation",  # vllm_generation
+        "trl.generation.vllm_client",  # VLLMClient
     }
     found = set()
     for file in ROOM.glob("*.py"):

@@ -6,10 +6,12 @@ One server serves most of the module: another run's weights replace the last run
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +22,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
-from datasets import Dataset
+from safetensors.torch import load_file
 
+from distributed.test_two_processes import CONFIG
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
@@ -29,13 +32,11 @@ from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer import server_client
+from rollouts.server_runs import build, kill_during
 from rollouts.test_server import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
-
-
-def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+LONG = {"max_completion_length": 100}  # a generation takes long enough to be killed under way
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +66,18 @@ def server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPath
     running.stop()
 
 
-def build(folder: Path, model: str, url: str, **changes: Any) -> LabTrainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "out"), "objective": "dr_grpo",
-        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 30,
-        "rollout": {"verify_every": 1, "server": {"retries": 1, "backoff": 0.1, "request_timeout": 60}},
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "max_steps": 5,
-        "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
-        "bf16": False, "disable_tqdm": True,
-    }  # fmt: skip
-    rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
-    return LabTrainer(
-        model=model, reward_funcs=odd_share, args=LabConfig(**{**settings, **changes}), train_dataset=rows
-    )
+@pytest.fixture(scope="module")
+def new_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """In the place of the one that was killed."""
+    running = start(models("qwen2", True), tmp_path_factory.mktemp("new_server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run that loses its server."""
+    return tmp_path_factory.mktemp("crashed")
 
 
 def assert_proven(trainer: LabTrainer, steps: int) -> None:
@@ -141,52 +141,97 @@ def test_a_log_prob_that_is_none_is_refused(value: float | None) -> None:
         server_client.check_answer([[[-0.5], [value]]])
 
 
-def test_a_server_killed_during_a_generation_leaves_a_checkpoint_and_the_run_resumes(
+def test_lora_is_merged_into_what_the_server_gets(server: Server, models: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora, max_steps=4)
+    trainer.train()
+    assert_proven(trainer, 4)
+
+
+def test_a_failed_push_leaves_merged_adapters_unmerged(
     server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last of those that use the module's server. The third generation is killed under way, and goes on elsewhere."""
-    model, long = models("qwen2", True), {"max_completion_length": 100}
-    trainer = build(tmp_path, model, server.options.base_url, **long)
-    client = trainer.vllm_generation.vllm_client
-    generate, calls, seen = client.generate, [0], {}
+    """TRL merges them while it streams and unmerges at the end of the stream: it must be read to its end."""
+    from peft import LoraConfig
 
-    def generate_and_kill(prompts: Any, **arguments: Any) -> Any:
-        if arguments["n"] > 1:  # the run's own, not a probe of the proof
-            calls[0] += 1
-        if calls[0] == 3:
-            killer = threading.Timer(0.1, lambda: (seen.update(killed=time.monotonic()), kill(server)))
-            killer.start()
-            try:
-                return generate(prompts, **arguments)
-            finally:
-                seen["failed"] = time.monotonic()
-        return generate(prompts, **arguments)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora)
+    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
 
-    monkeypatch.setattr(client, "generate", generate_and_kill)
+    def full(named_params: Any) -> None:
+        next(iter(named_params))
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.vllm_generation.vllm_client.courier, "push", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.vllm_generation.sync_weights()
+    for name, tensor in trainer.model.named_parameters():
+        torch.testing.assert_close(tensor, before[name], msg=name)
+
+
+def test_a_server_killed_during_a_generation_leaves_a_checkpoint(server: Server, models: Any, crashed: Path) -> None:
+    """Last of those that use the module's first server: the third generation is killed under way."""
+    trainer = build(crashed, models("qwen2", True), server.options.base_url, **LONG)
+    times = kill_during(trainer.vllm_generation.vllm_client, 3, lambda: kill(server))
     with pytest.raises(ServerGone) as caught:
         trainer.train()
-    assert 0 < seen["failed"] - seen["killed"] < 30  # under way when it was killed; and the wait ended
-    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert 0 < times["failed"] - times["killed"] < 30  # under way when it was killed; and the wait ended
+    checkpoint = crashed / "out" / "checkpoint-2"
     for needed in (server.options.base_url, "after", "checkpoint of step 2", str(checkpoint), "resume"):
         assert needed in str(caught.value), str(caught.value)
     assert (checkpoint / "optimizer.pt").is_file()
-    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
-    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-
-    replacement = start(model, tmp_path)
-    try:
-        resumed = build(tmp_path, model, replacement.options.base_url, **long)
-        resumed.train(resume_from_checkpoint=True)
-    finally:
-        replacement.stop()
-    assert resumed.state.global_step == 5
-    rows = [row for row in resumed.state.log_history if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]  # 1 and 2 come from the checkpoint
-    assert all(row["rollout/sync_gap"] < 1e-4 for row in rows)
-    from safetensors.torch import load_file
-
     kept = load_file(checkpoint / "model.safetensors")
-    assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items() if name in kept)
+    weights = trainer.model.state_dict()
+    assert set(weights) - set(kept) <= {"lm_head.weight"}  # tied
+    assert all(torch.equal(kept[name], weights[name]) for name in kept)
+    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
+
+
+def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, crashed: Path) -> None:
+    if not (crashed / "out" / "checkpoint-2").is_dir():
+        pytest.skip("the test before, which leaves the checkpoint, did not run")
+    resumed = build(crashed, models("qwen2", True), new_server.options.base_url, **LONG)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 5
+    assert_proven(resumed, 5)  # the first two rows come from the checkpoint
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_path: Path) -> None:
+    """Only rank 0 talks to the server; when that is killed, both write the checkpoint and raise the same error."""
+    assert new_server.process is not None
+    spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
+    spec |= {"server_pid": new_server.process.pid, "kill_at": 3}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "accelerate.yaml").write_text(CONFIG.format(processes=2, port=free_port()))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    script = str(Path(__file__).with_name("server_runs.py"))
+    done = subprocess.run(
+        [*launch, script, str(tmp_path / "spec.json")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [report["world"] for report in reports] == [2, 2]
+    assert reports[0]["ended"] == reports[1]["ended"]
+    assert reports[0]["ended"].startswith("ServerGone: the vLLM server at")
+    assert "checkpoint of step 2" in reports[0]["ended"]
+    gaps = [row["rollout/sync_gap"] for row in reports[0]["history"] if "loss" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-2").glob("rng_state_*.pth"))
+    assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
+
+
+def clean_environment() -> dict[str, str]:
+    """An engine or trainer started earlier in this process leaves torch.distributed's variables behind."""
+    left = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD")
+    return {**{k: v for k, v in os.environ.items() if k not in left}, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def kill(server: Server) -> None:
