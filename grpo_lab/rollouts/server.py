@@ -28,6 +28,7 @@ from typing import Any
 from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
 
 HOST = "127.0.0.1"
+CONNECT_TIMEOUT = 10.0
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
 
 
@@ -208,18 +209,28 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
     A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
     into the limit: the same work would run into it again. Completions that are drawn twice harm nothing.
-    Longest wait of one call: `timeout` + backoff * (2^retries - 1) seconds.
+    Longest wait of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
+    seconds; of one that is never answered: `timeout`.
     """
     from requests.adapters import HTTPAdapter
+    from urllib3.exceptions import ReadTimeoutError
     from urllib3.util.retry import Retry
+
+    class NotAfterTimeout(Retry):
+        def increment(
+            self, method: Any = None, url: Any = None, response: Any = None, error: Any = None, *rest: Any
+        ) -> Any:
+            if isinstance(error, ReadTimeoutError):
+                raise error
+            return super().increment(method, url, response, error, *rest)
 
     class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
         def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("timeout") is None:
-                kwargs["timeout"] = timeout
+                kwargs["timeout"] = (min(timeout, CONNECT_TIMEOUT), timeout)
             return super().send(request, *args, **kwargs)
 
-    policy = Retry(
+    policy = NotAfterTimeout(
         total=retries,
         connect=retries,
         read=retries,
@@ -250,9 +261,12 @@ def server_errors(base_url: str) -> Iterator[None]:
         requests.exceptions.Timeout,
     ) as error:
         state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
+        limit = (
+            " (limit: `rollout.server.request_timeout`)" if isinstance(error, requests.exceptions.ReadTimeout) else ""
+        )
         raise ServerGone(
             f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
-            f"retries ({type(error).__name__}: {error}); it {state}"
+            f"retries ({type(error).__name__}: {error}); it {state}{limit}"
         ) from error
 
 

@@ -1,7 +1,8 @@
 """A short training against a vLLM server, and a server that is killed while a generation is under way.
 
-Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url", "out", "server_pid",
-"kill_at"}``; each rank writes ``rank-<r>.json`` with the error that ended its run and what it logged.
+Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url", "dead_url", "out",
+"server_pid", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its start at the dead address and its run,
+and what it logged.
 """
 
 from __future__ import annotations
@@ -67,22 +68,32 @@ def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[
     return times
 
 
+def outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def main() -> None:
     import torch
 
     torch.set_num_threads(1)
     spec = json.loads(Path(sys.argv[1]).read_text())
+    never_up = outcome(lambda: build(Path(spec["out"]), spec["model"], spec["dead_url"], vllm_server_timeout=1))
     trainer = build(Path(spec["out"]), spec["model"], spec["url"], max_completion_length=100)
     if trainer.accelerator.is_main_process:
         kill_during(
             trainer.vllm_generation.vllm_client, spec["kill_at"], lambda: os.killpg(spec["server_pid"], signal.SIGKILL)
         )
-    ended = ""
-    try:
-        trainer.train()
-    except Exception as error:
-        ended = f"{type(error).__name__}: {error}"
-    report = {"world": trainer.accelerator.num_processes, "ended": ended, "history": trainer.state.log_history}
+    ended = outcome(trainer.train)
+    report = {
+        "world": trainer.accelerator.num_processes,
+        "never_up": never_up,
+        "ended": ended,
+        "history": trainer.state.log_history,
+    }
     (Path(spec["out"]) / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(report))
     trainer.accelerator.wait_for_everyone()
 

@@ -28,7 +28,8 @@ from distributed.test_two_processes import CONFIG
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions
+from grpo_lab.rollouts.serve import refuse_unsupported_model
+from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, wait_until_ready
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer import server_client
@@ -203,7 +204,7 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     """Only rank 0 talks to the server; when that is killed, both write the checkpoint and raise the same error."""
     assert new_server.process is not None
     spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
-    spec |= {"server_pid": new_server.process.pid, "kill_at": 3}
+    spec |= {"server_pid": new_server.process.pid, "kill_at": 3, "dead_url": f"http://127.0.0.1:{free_port()}"}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     (tmp_path / "accelerate.yaml").write_text(CONFIG.format(processes=2, port=free_port()))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
@@ -218,6 +219,8 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     assert done.returncode == 0, done.stderr[-4000:]
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world"] for report in reports] == [2, 2]
+    assert reports[0]["never_up"] == reports[1]["never_up"]
+    assert "ServerGone: no vLLM server at" in reports[0]["never_up"]
     assert reports[0]["ended"] == reports[1]["ended"]
     assert reports[0]["ended"].startswith("ServerGone: the vLLM server at")
     assert "checkpoint of step 2" in reports[0]["ended"]
@@ -240,23 +243,35 @@ def kill(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start(models("qwen3", False), tmp_path_factory.mktemp("untied_server"))
-    yield running
-    running.stop()
+def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Started by the command, as a user does, and ended by SIGTERM."""
+    folder, port = tmp_path_factory.mktemp("untied_server"), free_port()
+    command = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", models("qwen3", False), "--port", str(port)]
+    command += ["--kv-cache-gib", "0.125", "--max-model-len", "256", "--log", str(folder / "log")]
+    with (folder / "out").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, 300, process=process, log=folder / "log")
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert not answers(f"{url}/health")
+    assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
 
 
-def test_five_steps_with_a_proven_sync_untied(untied_server: Server, models: Any, tmp_path: Path) -> None:
-    trainer = build(tmp_path, models("qwen3", False), untied_server.options.base_url)
+def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, tmp_path: Path) -> None:
+    trainer = build(tmp_path, models("qwen3", False), untied_server)
     trainer.train()
     assert_proven(trainer, 5)
 
 
 def test_a_nan_log_prob_from_the_server_is_an_error(
-    untied_server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untied_server: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A NaN weight in the server only; the last test of this server, whose cache keeps the NaN."""
-    trainer = build(tmp_path, models("qwen3", False), untied_server.options.base_url)
+    trainer = build(tmp_path, models("qwen3", False), untied_server)
     client = trainer.vllm_generation.vllm_client
     push = client.courier.push
 
@@ -328,3 +343,9 @@ def test_no_way_for_the_weights_is_an_error(
 def test_settings_without_effect_are_refused(rollout: Any, mode: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LabConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode=mode, rollout=rollout)
+
+
+def test_heads_without_a_kernel_are_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 8}))
+    with pytest.raises(ValueError, match="heads of size 8"):
+        refuse_unsupported_model(str(tmp_path))

@@ -162,10 +162,11 @@ def test_server_that_keeps_failing_or_hangs_ends_the_call_in_time(flaky: tuple[t
     requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
 
     handler, url = flaky
-    session = bound_session(requests.Session(), timeout=0.3, retries=1, backoff=0.01)
+    session = bound_session(requests.Session(), timeout=0.3, retries=3, backoff=0.01)
     start = time.monotonic()
-    with pytest.raises(ServerGone, match="answers /health"):
+    with pytest.raises(ServerGone, match=r"answers /health .limit: `rollout\.server\.request_timeout`"):
         post_json(session, url, "/slow", {})
+    assert handler.seen == 1  # the same work would run into the limit again
     handler.failures = 100
     with pytest.raises(ServerGone, match="answered 503"):
         post_json(session, url, "/x", {})
