@@ -217,10 +217,10 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
     from urllib3.util.retry import Retry
 
     class NotAfterTimeout(Retry):
-        def increment(self, *args: Any, error: Exception | None = None, **kwargs: Any) -> Retry:
-            if isinstance(error, ReadTimeoutError):
-                raise error
-            return super().increment(*args, error=error, **kwargs)
+        def increment(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs.get("error"), ReadTimeoutError):
+                raise kwargs["error"]
+            return super().increment(*args, **kwargs)
 
     class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
         def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
