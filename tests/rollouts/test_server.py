@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -127,8 +128,9 @@ class Flaky(http.server.BaseHTTPRequestHandler):
         body = json.dumps({"ok": True}).encode()
         self.send_response(503 if self.seen <= self.failures else 200)
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            self.end_headers()
+            self.wfile.write(body)
 
     def do_GET(self) -> None:
         self.send_response(200)
