@@ -175,7 +175,7 @@ def save_for_resume(trainer: LabTrainer) -> str:
     )
     return (
         f"A checkpoint of step {step} was written to {folder}{partly}. Start a server again (`grpo-lab serve --model …`) and "
-        "resume: `grpo-lab train … --resume`, or `trainer.train(resume_from_checkpoint=True)`"
+        f"resume: `grpo-lab train … --resume`, or trainer.train(resume_from_checkpoint={folder!r})"
     )
 
 
