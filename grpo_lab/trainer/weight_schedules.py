@@ -67,7 +67,8 @@ class WeightSchedules:
         in_force = {column: schedule(step) for column, schedule in self._columns.items()}
         for column, weight in in_force.items():
             trainer.reward_weights[column] = weight
-        logged = in_force | {column: weight_at(step) for column, weight_at in self._own.items()}
+        fixed = trainer.reward_weights.tolist()
+        logged = in_force | {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
         book = trainer.metric_book("train" if trainer.model.training else "eval")
         for column, weight in logged.items():
             book.add(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
