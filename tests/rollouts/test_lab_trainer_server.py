@@ -213,7 +213,7 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
         [*launch, script, str(tmp_path / "spec.json")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=180,
         env=clean_environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
