@@ -5,6 +5,7 @@ One server serves most of the module: another run's weights replace the last run
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -209,14 +210,7 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     (tmp_path / "accelerate.yaml").write_text(CONFIG.format(processes=2, port=free_port()))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
     script = str(Path(__file__).with_name("server_runs.py"))
-    done = subprocess.run(
-        [*launch, script, str(tmp_path / "spec.json")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=clean_environment(),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_end([*launch, script, str(tmp_path / "spec.json")], tmp_path / "launch.log", timeout=180)
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world"] for report in reports] == [2, 2]
     assert reports[0]["never_up"] == reports[1]["never_up"]
@@ -229,6 +223,20 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     assert max(gaps) < 1e-4
     states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-2").glob("rng_state_*.pth"))
     assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
+
+
+def run_to_end(command: list[str], log: Path, timeout: float) -> None:
+    """Run a launcher and its workers; where they hang none of them stays behind."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(), start_new_session=True
+        )
+    try:
+        assert process.wait(timeout=timeout) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def clean_environment() -> dict[str, str]:

@@ -14,7 +14,11 @@ from grpo_lab.pipelines.run_folder import claim, fingerprint
 
 def recipe(folder: Path, **arguments: Any) -> Recipe:
     return Recipe(
-        "r", ModelSection(path="m"), DataSection("gsm8k", "chat"), (), arguments={"output_dir": str(folder), **arguments}
+        "r",
+        ModelSection(path="m"),
+        DataSection("gsm8k", "chat"),
+        (),
+        arguments={"output_dir": str(folder), **arguments},
     )
 
 
