@@ -43,7 +43,8 @@ EXPERIMENTS = {
         "recipes/kimi/quickstart.yaml",
         {
             "no length reward": {"rewards": [ACCURACY], "trainer": "LabTrainer", "reset_optimizer": True},
-            "after a warm-up": {},
+            "after a warm-up": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 0.5, "warmup_steps": 40}]},
+            "smaller, after a warm-up": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 0.2, "warmup_steps": 40}]},
             "large from step 0": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 4.0}]},
         },
         {"accuracy of the samples": "rewards/accuracy_reward/mean", "tokens of right answers": "completions/mean_length_correct"},
@@ -151,6 +152,10 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def spread(values: list[float]) -> str:
+    """Mean ± 95% interval and the single values; a seed without a right answer has no length and is left out."""
+    values = [value for value in values if not math.isnan(value)]
+    if not values:
+        return "–"
     if len(values) < 2:
         return f"{values[0]:.3f}"
     half = STUDENT.get(len(values), 2.0) * stdev(values) / math.sqrt(len(values))
