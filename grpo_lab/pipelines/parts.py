@@ -53,7 +53,9 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"`{where}`: {section.name!r} cannot be loaded: {error}") from error
     else:
-        raise ValueError(f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, or 'module:attribute'")
+        raise ValueError(
+            f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, or 'module:attribute'"
+        )
     if not isinstance(kind, type):
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
