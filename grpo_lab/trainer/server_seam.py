@@ -75,10 +75,21 @@ def connect(generation: Any, settings: ServerSettings) -> None:
         client = LabVLLMClient(
             settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
         )
+        check_length(generation.max_completion_length, client)
         client.open_way(torch.device(generation.accelerator.device))
         generation.vllm_client = client
 
     on_main(generation.accelerator, talk)
+
+
+def check_length(max_completion_length: int, client: LabVLLMClient) -> None:
+    """``ValueError`` where the server's context has no room for a prompt beside the longest completion."""
+    context = int(client.info["model_config"]["max_model_len"])
+    if max_completion_length >= context:
+        raise ValueError(
+            f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a context of "
+            f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the completions"
+        )
 
 
 def sync(generation: Any, stock: Callable[[], None]) -> None:

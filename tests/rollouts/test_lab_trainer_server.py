@@ -125,6 +125,13 @@ def test_a_stale_layer_is_caught_and_named(
     assert trainer.state.global_step == 2  # the sync before the third step is the first that is stale
 
 
+def test_completions_that_do_not_fit_the_server_are_refused_at_the_start(
+    server: Server, models: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"max_completion_length. is 256.*context of 256.*--max-model-len"):
+        build(tmp_path, models("qwen2", True), server.options.base_url, max_completion_length=256)
+
+
 def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any, tmp_path: Path) -> None:
     """Another run, or a restart behind the same address: the server answers, with other weights."""
     trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
