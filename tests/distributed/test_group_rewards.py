@@ -97,8 +97,8 @@ def test_the_local_list_form_gives_other_values_on_the_same_rows(
         pieces_differ += differing(pieces, column)
         lists_differ += differing(lists, column)
     print(f"{name}, {processes} ranks: of {rows} rows {pieces_differ} differ by pieces, {lists_differ} by local lists")
-    assert pieces_differ >= 6
-    assert lists_differ >= 6
+    assert pieces_differ >= 3
+    assert lists_differ >= 3
 
 
 def test_stock_trl_refuses_split_groups_and_says_so(worlds: dict[int, World]) -> None:
