@@ -90,7 +90,8 @@ class LabTrainer(GRPOTrainer):
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm)
-        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
+        engine = trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout))
+        with engine, trl_bridge.reference_model_in_full():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -107,6 +108,7 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        trl_bridge.generate_until_the_last_rank(self)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)

@@ -92,3 +92,18 @@ CASES = [
     Case("stock-group-whole", WHOLE, {"loss_type": "dr_grpo"}, reward="group", stock=True),
 ]
 TRAINED = [case for case in CASES if not case.stock and not case.per_world]
+#: run with sharded parameters, too
+SHARDED = [
+    case
+    for case in TRAINED
+    if case.name
+    in (
+        *OBJECTIVES,
+        "dr_grpo-sparse",
+        "small-bins",
+        "clipped-checkpointed",
+        "dr_grpo-off",
+        "dapo-twice-beta",
+        "group-split",
+    )
+]

@@ -15,17 +15,10 @@ from typing import Any
 
 import torch
 
-#: accelerate starts several processes for this type only; with ``MULTI_CPU`` and no mpirun it silently starts one
-CONFIG = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_machines: 1
-machine_rank: 0
-num_processes: {processes}
-main_process_port: {port}
-use_cpu: true
-mixed_precision: "no"
-"""
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RECIPES = ROOT / "recipes" / "accelerate"
+PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
 
 
 @dataclass(frozen=True)
@@ -55,15 +48,22 @@ def free_port() -> int:
 
 
 def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeout: float, **more: str) -> str:
-    """Run ``accelerate launch`` on ``words`` and return stdout + stderr; an AssertionError shows the end of them.
+    """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
 
-    The whole process group ends with it: a worker that hangs in a collective would outlive its launcher.
+    ``config`` may be one of the recipes: their number of processes, port and precision are overridden, and
+    ``ACCELERATE_USE_CPU`` makes every process a CPU rank. The whole process group ends with the launcher: a worker that hangs
+    in a collective would outlive it.
     """
-    config.write_text(CONFIG.format(processes=processes, port=free_port()))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "--mixed_precision", "no"]
+    alike = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
     started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        [*command, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **alike, **more},
+        start_new_session=True,
     )
     try:
         output, _ = started.communicate(timeout=timeout)
@@ -76,9 +76,12 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeou
     return output
 
 
-def train_cases(worker: Path, processes: int, model: Path, out: Path, runs: list[dict[str, Any]]) -> World:
+def train_cases(
+    processes: int, model: Path, out: Path, runs: list[dict[str, Any]], config: str = "ddp", before: Sequence[str] = ()
+) -> World:
     """All ``runs`` in one launch: starting the processes costs more than training in them."""
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
-    accelerate_launch(out / "accelerate.yaml", processes, [str(worker), str(out / "spec.json")], timeout=900)
+    words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]
+    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=900)
     return World(processes, out)

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -99,6 +100,16 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
     )
 
 
+def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
+    """All weights in full, and the share of their elements that this rank holds. A collective where they are sharded."""
+    parameters = list(model.parameters())
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
+    }
+    return {key: value.clone() for key, value in state.items()}, local / sum(p.numel() for p in parameters)
+
+
 def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
     accuracy = Accuracy()
     trainer = build(model_folder, out, run, accuracy)
@@ -110,10 +121,13 @@ def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
     seen = gather_object(
         [{"tables": trainer.__dict__.get("tables", []), "local_rows": accuracy.local_rows, "error": error}]
     )
+    weights, share = whole_weights(trainer.accelerator.unwrap_model(trainer.model))
     if trainer.accelerator.is_main_process:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        torch.save({key: value.clone() for key, value in model.state_dict().items()}, out / f"{run['name']}.pt")
+        torch.save(weights, out / f"{run['name']}.pt")
         report = {
+            "kind": str(trainer.accelerator.distributed_type.value),
+            "fsdp2": trainer.accelerator.is_fsdp2,
+            "share_of_parameters": share,
             "world": trainer.accelerator.num_processes,
             "history": trainer.state.log_history,
             "advantages": list(trainer._logs["advantages"]),
