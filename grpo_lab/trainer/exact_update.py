@@ -87,7 +87,7 @@ def _conditions(trainer: LabTrainer, multimodal: bool) -> LiveConditions:
         dropout=dropout_rate(model),
         layer_drop=layer_drop_rate(model),
         router_noise=router_noise(model),
-        random_forward=trainer._update.saw_randomness,
+        random_forward=trainer.exact_update.saw_randomness,
         embedding_noise=args.neftune_noise_alpha or 0.0,
         batch_dependent_layers=mixes_rows(model, trainer.accelerator.mixed_precision),
         shift_invariant_positions=keeps_positions(model),

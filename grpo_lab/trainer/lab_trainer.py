@@ -380,6 +380,11 @@ class LabTrainer(GRPOTrainer):
             said.add(key or message)
             logger.log(level, message)
 
+    @property
+    def exact_update(self) -> ExactUpdate:
+        """What collects micro-batches and runs them in bins."""
+        return self._update
+
     def _prove(self) -> None:
         if self.algorithm.objective is None:
             self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING)

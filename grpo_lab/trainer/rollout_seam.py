@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory
@@ -78,6 +79,10 @@ def engine_class(settings: RolloutSettings) -> Any:
             with replaced(trl_vllm, "LLM", engine_factory(options, trainer_dtype=dtype)):
                 super()._init_vllm()
 
+        def _iter_named_params(self) -> Any:
+            put_away(self.model)
+            yield from super()._iter_named_params()
+
         def sync_weights(self) -> None:
             if self.mode == "colocate" and needs_repair(self.llm):
                 push_weights(self.llm, self._iter_named_params())
@@ -85,6 +90,16 @@ def engine_class(settings: RolloutSettings) -> Any:
                 super().sync_weights()
 
     return LabVLLMGeneration
+
+
+def put_away(model: Any) -> None:
+    """Shard again what FSDP2 left whole after a forward without a backward (the root's parameters, for the proof).
+
+    TRL reads sharded parameters by ``full_tensor()``, which a whole one does not have.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class SyncProof:
