@@ -25,7 +25,8 @@ from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics
-from grpo_lab.trainer.named_parts import with_class_parts
+from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.resample import Resampler, check_resample
 from grpo_lab.trainer.reward_table import (
     Scored,
@@ -39,6 +40,7 @@ from grpo_lab.trainer.reward_table import (
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
 from grpo_lab.trainer.token_metrics import record_tokens
+from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
 logger = logging.getLogger("grpo_lab")
 
@@ -62,6 +64,7 @@ class LabTrainer(GRPOTrainer):
     advantage: ClassVar[Any] = None
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
+    reset_optimizer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
+        reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
         check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
@@ -112,7 +116,16 @@ class LabTrainer(GRPOTrainer):
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)
+        self._weight_schedules = WeightSchedules(self, reward_schedules(args.reward_schedules))
+        self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
+        if self._optimizer_reset is not None:
+            self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
         self._prove()
+
+    @classmethod
+    def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        """The rewards in force, from what the caller gave; a named trainer adds what belongs to its algorithm."""
+        return given
 
     # -- public hooks ------------------------------------------------------------------------------------------------
 
@@ -181,6 +194,9 @@ class LabTrainer(GRPOTrainer):
 
     def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
         """One generation batch: TRL's completions and rewards, our advantages."""
+        self._weight_schedules.apply()
+        if self._optimizer_reset is not None and self.model.training:
+            self._optimizer_reset.before_generation()
         misaligned, corrected = trl_bridge.wants_old_log_probs(self)
         deferred = corrected and not misaligned and self.model.training and verdict(self).stock is None
         with trl_bridge.policy_forward_deferred(self) if deferred else contextlib.nullcontext():
@@ -391,6 +407,9 @@ class LabTrainer(GRPOTrainer):
         else:
             own_hook = type(self).token_loss is not LabTrainer.token_loss
             self.say(prove_loss(self.token_loss, self.algorithm.objective, own_hook))
+            idle = idle_pull(self)
+            if idle is not None:
+                self.say(idle, level=logging.WARNING)
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:
