@@ -112,7 +112,6 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        trl_bridge.generate_until_the_last_rank(self)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)

@@ -208,20 +208,6 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
     return stack
 
 
-def generate_until_the_last_rank(trainer: Any) -> None:
-    """Under FSDP2 let ``generate`` go on until every rank has finished its completions.
-
-    Each decoding step gathers the parameters layer by layer, so a rank that stops early leaves the others waiting for ever.
-    transformers keeps the ranks in step (``synced_gpus``) for modules that it takes for FSDP's; it knows FSDP1's class and a mark
-    that its own sharding leaves, but not what accelerate has sharded. So the mark is set here.
-    """
-    if not trainer.accelerator.is_fsdp2:
-        return
-    for module in trainer.model.modules():
-        if hasattr(module, "generate"):  # the model itself, and the one inside a PEFT model
-            module._is_fsdp_managed_module = True
-
-
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.

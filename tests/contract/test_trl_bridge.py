@@ -171,19 +171,6 @@ def test_the_reference_model_gets_rank_zeros_weights(monkeypatch: pytest.MonkeyP
     assert (model[0].weight == 0).all()
 
 
-def test_generate_takes_the_mark_for_sharded_modules(tiny_folder: Path) -> None:
-    """transformers keeps ranks in step for modules that bear it, and not for what ``fully_shard`` alone has sharded."""
-    from transformers.distributed.fsdp import is_fsdp_managed_module
-    from transformers.generation import utils
-
-    assert "is_fsdp_managed_module(self)" in inspect.getsource(utils.GenerationMixin._extract_generation_mode_kwargs)
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    for is_fsdp2 in (False, True):
-        accelerator = SimpleNamespace(is_fsdp2=is_fsdp2)
-        trl_bridge.generate_until_the_last_rank(SimpleNamespace(accelerator=accelerator, model=model))
-        assert is_fsdp_managed_module(model) is is_fsdp2
-
-
 # -- the micro-batch -----------------------------------------------------------------------------------------------------
 
 
