@@ -66,6 +66,7 @@ class LabTrainer(GRPOTrainer):
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
 
+    @trl_bridge.reference_model_in_full()
     def __init__(
         self,
         model: Any,
@@ -94,8 +95,7 @@ class LabTrainer(GRPOTrainer):
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm)
-        engine = trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout))
-        with engine, trl_bridge.reference_model_in_full():
+        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
