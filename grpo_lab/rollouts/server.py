@@ -44,11 +44,11 @@ class ServerOptions:
 
     model: str
     port: int = 8000
-    host: str = HOST
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer_dtype: str = "float32"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
+    host: str = HOST
 
     def __post_init__(self) -> None:
         if not 1024 <= self.port <= 65535:
