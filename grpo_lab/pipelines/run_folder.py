@@ -59,8 +59,10 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     if not resume:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     if overwrite:
+        start = Path(recipe.model.path or "").resolve()
         for stale in (*folder.glob("checkpoint-*"), folder / "cold_start"):
-            shutil.rmtree(stale, ignore_errors=True)
+            if start != stale.resolve():  # what this very run starts from stays
+                shutil.rmtree(stale, ignore_errors=True)
     if overwrite or not marker.is_file():
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     (folder / "recipe.yaml").write_text(
