@@ -1,7 +1,7 @@
 """`grpo-lab serve`: a vLLM server in the foreground, until it is interrupted or ends by itself.
 
 Everything a trainer needs of it is on: weight transfer, log-probs of the distribution sampled from, and an address that only
-this machine reaches, since whoever reaches it can replace the model.
+this machine reaches, since whoever reaches it can replace the model. `--host` names another one, with a warning.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ SURE_HEADS = (32, 64, 128, 256)  # not asked for: the import costs ten seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", required=True, help="folder or hub name; the trainer's weights replace its own")
-    parser.add_argument("--port", type=int, default=8000, help=f"port at {HOST}")
+    parser.add_argument("--port", type=int, default=8000, help="port of the server")
+    parser.add_argument(
+        "--host",
+        default=HOST,
+        help=f"address to listen at, default {HOST}; another one lets its whole network replace the model",
+    )
     parser.add_argument(
         "--dtype", default="auto", choices=ENGINE_DTYPES, help="auto: float32 on a CPU, else vLLM's rule"
     )
@@ -52,20 +58,23 @@ def options_from(chosen: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model=chosen.model,
         port=chosen.port,
+        host=chosen.host,
         engine=engine,
         tensor_parallel_size=chosen.tensor_parallel_size,
         gpu_memory_utilization=chosen.gpu_memory_utilization,
     )
 
 
-def refuse_taken_port(port: int) -> None:
+def refuse_taken_port(port: int, host: str = HOST) -> None:
     """ValueError where something listens already: vLLM would find out only after loading the model."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError as error:
-            raise ValueError(f"port {port} at {HOST} is taken ({error.strerror}): choose another --port") from error
+            raise ValueError(
+                f"port {port} at {host} cannot be used ({error.strerror}): choose another --port, or an address of this machine"
+            ) from error
 
 
 def head_size(model: str) -> int | None:
@@ -95,10 +104,12 @@ def refuse_unsupported_model(model: str) -> None:
 
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in time."""
-    refuse_taken_port(options.port)
+    refuse_taken_port(options.port, options.host)
     if runs_on_cpu():
         refuse_unsupported_model(options.model)
     signal.signal(signal.SIGTERM, interrupt)
+    if not options.is_local:
+        print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
     try:
         with Server(options, log=log, start_timeout=start_timeout) as server:
@@ -114,6 +125,15 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
 def interrupt(number: int, frame: Any) -> None:
     """SIGTERM as Ctrl-C, so that the server ends with this process."""
     raise KeyboardInterrupt
+
+
+def exposed(options: ServerOptions) -> str:
+    """What an address beyond this machine means."""
+    return (
+        f"the server will listen at {options.host}:{options.port} without a password: whoever reaches that port can read the "
+        "prompts and replace the model. Only in a private network whose users you trust; else leave --host out and forward "
+        "the port (ssh -L)"
+    )
 
 
 def ready(options: ServerOptions) -> str:

@@ -1,7 +1,8 @@
 """A vLLM server on 127.0.0.1: its command line, its start, waiting for it, and requests that end.
 
 It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
-since weight sync needs them; they let anybody who can reach the port replace the model, so the address is fixed.
+since weight sync needs them; they let anybody who can reach the port replace the model, so the address is 127.0.0.1
+unless another one is named (`host`: between the machines of a cluster).
 
 TRL's client has retries but no time limit: a server that hangs, hangs the run. `bound_session` adds the limit;
 `server_errors` turns what is left after the retries into `ServerGone`, for the trainer to save a checkpoint on.
@@ -10,6 +11,7 @@ TRL's client has retries but no time limit: a server that hangs, hangs the run. 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import os
 import signal
@@ -46,19 +48,40 @@ class ServerOptions:
     trainer_dtype: str = "float32"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
+    host: str = HOST
 
     def __post_init__(self) -> None:
         if not 1024 <= self.port <= 65535:
             raise ValueError(f"server port must lie in 1024..65535, got {self.port}")
+        self._check_host()
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {share}")
 
+    def _check_host(self) -> None:
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ValueError(
+                f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
+            ) from None
+        if address.is_unspecified:
+            raise ValueError(
+                f"server host {self.host} means every network of this machine, and whoever reaches the port can replace the "
+                f"model: name one address in a private network that you trust, or leave the host out ({HOST})"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return ipaddress.ip_address(self.host).is_loopback
+
     @property
     def base_url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
@@ -75,7 +98,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     else:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
-    command += ["--host", HOST, "--port", str(options.port), "--seed", str(options.engine.seed)]
+    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")

@@ -67,6 +67,7 @@ class LabTrainer(GRPOTrainer):
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
 
+    @trl_bridge.reference_model_in_full()
     def __init__(
         self,
         model: Any,
@@ -395,6 +396,11 @@ class LabTrainer(GRPOTrainer):
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
             logger.log(level, message)
+
+    @property
+    def exact_update(self) -> ExactUpdate:
+        """What collects micro-batches and runs them in bins."""
+        return self._update
 
     def _prove(self) -> None:
         if self.algorithm.objective is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory
@@ -99,6 +100,10 @@ def engine_class(settings: RolloutSettings) -> Any:
             with replaced(trl_vllm, "LLM", engine_factory(options, trainer_dtype=dtype)):
                 super()._init_vllm()
 
+        def _iter_named_params(self) -> Any:
+            put_away(self.model)
+            yield from super()._iter_named_params()
+
         def sync_weights(self) -> None:
             if self.mode == "server":
                 server_seam.sync(self, super().sync_weights)
@@ -113,6 +118,16 @@ def engine_class(settings: RolloutSettings) -> Any:
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob
 
     return LabVLLMGeneration
+
+
+def put_away(model: Any) -> None:
+    """Shard again what FSDP2 left whole after a forward without a backward (the root's parameters, for the proof).
+
+    TRL reads sharded parameters by ``full_tensor()``, which a whole one does not have.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class SyncProof:

@@ -13,6 +13,7 @@ import runpy
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,37 @@ def test_accelerate_lets_a_backward_stay_silent(trainer: Any) -> None:
     with trl_bridge.without_gradient_sync(trainer, trainer.model):
         assert trainer.accelerator.sync_gradients is False
     assert trainer.accelerator.sync_gradients is before
+
+
+# -- sharded parameters --------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_model_is_sharded_by_prepare_fsdp_and_nobody_hands_out_its_weights() -> None:
+    """``reference_model_in_full`` wraps it; when TRL broadcasts by itself the wrapper can go."""
+    assert tuple(inspect.signature(grpo_trainer.prepare_fsdp).parameters) == ("model", "accelerator")
+    assert "prepare_fsdp(self.ref_model, self.accelerator)" in inspect.getsource(GRPOTrainer.__init__)
+    sharding = inspect.getsource(grpo_trainer.prepare_fsdp)
+    assert "fully_shard(model" in sharding
+    assert "broadcast" not in sharding
+    assert "cpu_ram_efficient_loading" not in sharding
+
+
+def test_the_reference_model_gets_rank_zeros_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the collective: what arrives from rank 0 is 7 everywhere."""
+    model, sharded = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: tensor.fill_(7 - src))
+    monkeypatch.setattr(grpo_trainer, "prepare_fsdp", lambda model, accelerator: sharded.append(model))
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+    accelerator = SimpleNamespace(is_fsdp2=True, device="cpu", state=SimpleNamespace(fsdp_plugin=plugin))
+    with trl_bridge.reference_model_in_full():
+        grpo_trainer.prepare_fsdp(model, accelerator)
+    assert sharded == [model]
+    assert all((value == 7).all() for value in model.state_dict().values())
+    plugin.cpu_ram_efficient_loading = False  # every rank has loaded the weights by itself
+    torch.nn.init.zeros_(model[0].weight)
+    with trl_bridge.reference_model_in_full():
+        grpo_trainer.prepare_fsdp(model, accelerator)
+    assert (model[0].weight == 0).all()
 
 
 # -- the micro-batch -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One rank of a Kimi run: torchrun … optimizer_reset_worker.py MODEL OUT ddp|fsdp2. Writes what the optimizer held after each step."""
+"""One rank of a Kimi run: accelerate launch … optimizer_reset_worker.py MODEL OUT. Writes what the optimizer held after each step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from distributed.fsdp2_worker import AsFSDP2
 from grpo_lab import KimiTrainer, LabConfig
 from grpo_lab.rewards import KimiLengthReward
 from grpo_lab.testing.rollouts import ScriptedRollout
@@ -38,20 +35,12 @@ def settings(out: Path, ranks: int) -> LabConfig:
     return LabConfig(**arguments(out, **sizes, **adam))
 
 
-def main(model_folder: str, out: str, sharding: str) -> None:
+def main(model_folder: str, out: str) -> None:
     torch.set_num_threads(1)
     config = settings(Path(out), ranks=2)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    config.distributed_state  # noqa: B018  (starts the process group)
     entries = Entries()
-    callbacks: list[TrainerCallback] = [entries]
-    if sharding == "fsdp2":
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        Accelerator.prepare_model = lambda self, model, *_, **__: model  # type: ignore[method-assign]
-        callbacks.append(AsFSDP2())
     trainer = KimiTrainer(
         model=model,
         reward_funcs=[mixed_reward(), KimiLengthReward(0.5, warmup_steps=2, correctness="parity_reward")],
@@ -59,7 +48,7 @@ def main(model_folder: str, out: str, sharding: str) -> None:
         train_dataset=problems(),
         processing_class=tokenizer,
         rollout_func=ScriptedRollout(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id, truncated_share=0.2),
-        callbacks=callbacks,
+        callbacks=[entries],
     )
     trainer.train()
     bare = trainer.accelerator.unwrap_model(trainer.model)

@@ -4,41 +4,25 @@ weights of one process."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.optimizer_reset_worker import Entries, settings
 from grpo_lab import KimiTrainer
 from grpo_lab.rewards import KimiLengthReward
 from parity.harness import mixed_reward, train
 
-TESTS = Path(__file__).resolve().parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_empty_after_each_iteration_on_both_ranks(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    worker = [str(TESTS / "distributed" / "optimizer_reset_worker.py"), str(tiny_folder), str(tmp_path), sharding]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *worker],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
+    words = [*before, str(HERE / "optimizer_reset_worker.py"), str(tiny_folder), str(tmp_path)]
+    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words, timeout=300)
     alone = Entries()
     length = KimiLengthReward(0.5, warmup_steps=2, correctness="parity_reward")
     one = train(

@@ -25,7 +25,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from safetensors.torch import load_file
 
-from distributed.test_two_processes import CONFIG
+from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
@@ -214,8 +214,7 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
     spec |= {"server_pid": new_server.process.pid, "kill_at": 3, "dead_url": f"http://127.0.0.1:{free_port()}"}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    (tmp_path / "accelerate.yaml").write_text(CONFIG.format(processes=2, port=free_port()))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    launch = ["env", "ACCELERATE_USE_CPU=true", *launcher(RECIPES / "ddp.yaml", 2)]
     script = str(Path(__file__).with_name("server_runs.py"))
     run_to_end([*launch, script, str(tmp_path / "spec.json")], tmp_path / "launch.log", timeout=180)
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

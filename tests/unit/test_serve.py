@@ -55,6 +55,9 @@ def test_a_gpu_server_has_nccl_and_our_worker() -> None:
         (["--max-model-len", "-1"], "positive"),
         (["--tensor-parallel-size", "0"], "tensor_parallel_size"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
+        (["--host", "0.0.0.0"], "every network of this machine"),
+        (["--host", "::"], "every network of this machine"),
+        (["--host", "node7"], "must be an address"),
     ],
 )
 def test_a_wrong_value_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +73,26 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(capsys: pytest.Capture
         assert main(["serve", "--model", "x", "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
     serve.refuse_taken_port(port)
+
+
+def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
+    """Between the machines of a cluster; the default stays 127.0.0.1."""
+    assert chosen().host == "127.0.0.1"
+    assert chosen().is_local
+    options = chosen("--host", "10.0.0.3", "--port", "8001")
+    assert not options.is_local
+    assert options.base_url == "http://10.0.0.3:8001"
+    assert chosen("--host", "fd00::7").base_url == "http://[fd00::7]:8000"
+    said = dict(itertools.pairwise(server_command(options, on_cpu=False)))
+    assert said["--host"] == "10.0.0.3"
+    assert "10.0.0.3:8001 without a password" in serve.exposed(options)
+
+
+def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--model", "x", "--host", "192.0.2.1"]) == 2
+    assert "an address of this machine" in capsys.readouterr().err
 
 
 def test_head_size_of_a_folder(tmp_path: Path) -> None:
