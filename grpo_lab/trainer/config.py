@@ -12,7 +12,9 @@ from grpo_lab.objectives import preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
+from grpo_lab.trainer.sampling_correction import check_sampling_correction
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
+from grpo_lab.trainer.thinking_seam import check_thinking
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
 NOT_HONOURED: tuple[str, ...] = (
@@ -46,7 +48,8 @@ class LabConfig(GRPOConfig):
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
-            the engine's options, with ``use_vllm``.
+            the engine's options, with ``use_vllm``; ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with
+            any engine.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
 
     Raises:
@@ -62,7 +65,10 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
     )
     rollout: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "How completions are made: mapping with verify_every, tolerance, engine."}
+        default=None,
+        metadata={
+            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, budget_text."
+        },
     )
     update: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
@@ -89,7 +95,8 @@ class LabConfig(GRPOConfig):
             agree_with_trl(self, settings)
         if settings.kl is not None:
             self._agree_on_beta(settings)
-        rollout_settings(self.rollout, self.use_vllm)
+        check_thinking(self, rollout_settings(self.rollout, self.use_vllm))
+        check_sampling_correction(self)
         algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
 
     @property

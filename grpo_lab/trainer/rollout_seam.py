@@ -19,6 +19,7 @@ from grpo_lab.rollouts.engine import EngineOptions, engine_factory
 from grpo_lab.rollouts.proof import prove_sync, tolerance_for
 from grpo_lab.rollouts.sync import needs_repair, push_weights
 from grpo_lab.trainer.settings import refuse_unknown
+from grpo_lab.trainer.thinking_seam import check_budget
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
@@ -37,11 +38,15 @@ class RolloutSettings:
         tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
             bfloat16 0.1).
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any engine).
+        budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
     """
 
     verify_every: int = 50
     tolerance: float | None = None
     engine: Mapping[str, Any] | None = None
+    thinking_budget: int | None = None
+    budget_text: str | None = None
 
     def __post_init__(self) -> None:
         if self.verify_every < 0:
@@ -49,6 +54,7 @@ class RolloutSettings:
                 f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps"
             )
         EngineOptions.from_mapping(self.engine or {})
+        check_budget(self.thinking_budget, self.budget_text)
 
 
 def rollout_settings(written: Any, use_vllm: bool) -> RolloutSettings:
