@@ -12,7 +12,9 @@ from grpo_lab.objectives import MirrorDescent, preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, Algorithm, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
+from grpo_lab.trainer.sampling_correction import check_sampling_correction
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
+from grpo_lab.trainer.thinking_seam import check_thinking
 from grpo_lab.trainer.weight_schedules import reward_schedules
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
@@ -47,7 +49,8 @@ class LabConfig(GRPOConfig):
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
-            the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``.
+            the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
+            ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with any engine.
         reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number or
             ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry in
             ``reward_weights``; logged as ``reward_weights/<name>``.
@@ -68,7 +71,10 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
     )
     rollout: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "How completions are made: mapping with verify_every, tolerance, engine."}
+        default=None,
+        metadata={
+            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, budget_text."
+        },
     )
     reward_schedules: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Reward name to schedule of its weight over optimizer steps."}
@@ -101,7 +107,8 @@ class LabConfig(GRPOConfig):
             agree_with_trl(self, settings)
         if settings.kl is not None:
             self._agree_on_beta(settings)
-        rollout_settings(self.rollout, self.use_vllm, self.vllm_mode)
+        check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
+        check_sampling_correction(self)
         reward_schedules(self.reward_schedules)
         refuse_token_weights(self, algorithm_from(self, settings))  # a wrong name raises before the model is loaded
 

@@ -39,7 +39,9 @@ from grpo_lab.trainer.reward_table import (
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
+from grpo_lab.trainer.thinking_seam import thinking_rollout
 from grpo_lab.trainer.token_metrics import record_tokens
 from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
@@ -96,6 +98,7 @@ class LabTrainer(GRPOTrainer):
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
+        check_sampling_correction(args)
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
             super().__init__(
                 model=model,
@@ -113,6 +116,7 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self.rollout_func = thinking_rollout(self, rollout, environment_factory)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)
@@ -205,9 +209,14 @@ class LabTrainer(GRPOTrainer):
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()
+        if corrected:
+            local = slice(*(len(inputs) * (self.accelerator.process_index + k) for k in (0, 1)))
+            output["length_quartile"] = length_quartiles(scored.lengths)[local]
         if deferred:
             del output["old_per_token_logps"], output["importance_sampling_ratio"]
             trl_bridge.forget_metrics(self, mode, "sampling/")
+        elif corrected:
+            record_by_length(self, output, _loss_mask(output), mode)
         self._set_advantages(output, scored.table)
         self._record_rewards(scored, mode)
         return output

@@ -22,6 +22,7 @@ from grpo_lab.rollouts.sync import needs_repair, push_weights
 from grpo_lab.trainer import server_seam
 from grpo_lab.trainer.server_client import ServerSettings
 from grpo_lab.trainer.settings import refuse_unknown
+from grpo_lab.trainer.thinking_seam import check_budget
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
@@ -41,12 +42,16 @@ class RolloutSettings:
             bfloat16 0.1).
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
         server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see ``ServerSettings``.
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any engine).
+        budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
     """
 
     verify_every: int = 50
     tolerance: float | None = None
     engine: Mapping[str, Any] | None = None
     server: Mapping[str, Any] | None = None
+    thinking_budget: int | None = None
+    budget_text: str | None = None
 
     def __post_init__(self) -> None:
         if self.verify_every < 0:
@@ -55,6 +60,7 @@ class RolloutSettings:
             )
         EngineOptions.from_mapping(self.engine or {})
         self.server_settings()
+        check_budget(self.thinking_budget, self.budget_text)
 
     def server_settings(self) -> ServerSettings:
         refuse_unknown(self.server or {}, [f.name for f in fields(ServerSettings)], "`rollout.server`")
