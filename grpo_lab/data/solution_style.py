@@ -1,4 +1,4 @@
-"""How a worked solution is written down: said twice, or in two languages. The arithmetic and the answer stay.
+"""How a worked solution is written down: said twice, in two languages, between tags. The arithmetic and the answer stay.
 
 Cold starts on such solutions give a model habits that group rewards can be tried on: one that repeats itself (length
 reward), one that mixes two scripts in its reasoning (language consistency), as R1-Zero did.
@@ -18,10 +18,12 @@ class SolutionStyle:
     """Args:
     repeats: chance that a line is written a second time.
     mixed: chance that a line is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
+    think: the lines stand between ``<think>`` and ``</think>``, the answer behind.
     """
 
     repeats: float = 0.0
     mixed: float = 0.0
+    think: bool = False
 
     def __post_init__(self) -> None:
         for name in ("repeats", "mixed"):
@@ -37,4 +39,6 @@ class SolutionStyle:
             if calculation is not None and other_language:
                 line = f"现在有{calculation.group()}个。"
             lines += [line, line] if calculation is not None and again else [line]
+        if self.think:
+            lines = ["<think>", *lines[:-1], "</think>", lines[-1]]
         return "\n".join(lines)

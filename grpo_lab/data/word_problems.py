@@ -89,6 +89,7 @@ def word_problems(
     misread: float = 0.0,
     repeats: float = 0.0,
     mixed: float = 0.0,
+    think: bool = False,
     system_prompt: str | None = None,
 ) -> Dataset:
     """``n`` different word problems as a data set.
@@ -104,6 +105,7 @@ def word_problems(
             problems themselves do not depend on it.
         repeats, mixed: chances that a line of ``worked_solution`` is written twice, or in Chinese
             (``solution_style``).
+        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
         system_prompt: system turn, for template ``chat`` alone.
 
     Returns:
@@ -115,7 +117,7 @@ def word_problems(
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 problem is needed")
     form = find_template(template, system_prompt)
-    style, writer = SolutionStyle(repeats, mixed), random.Random(f"{seed}/{split}/writer")
+    style, writer = SolutionStyle(repeats, mixed, think), random.Random(f"{seed}/{split}/writer")
     problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest, misread=misread), n))
     if len(problems) < n:
         raise ValueError(

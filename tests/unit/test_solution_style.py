@@ -21,6 +21,11 @@ def test_hand_values() -> None:
     assert SolutionStyle(mixed=1.0).write(PLAIN, rng) == "现在有4*6=24个。\n现在有24-5=19个。\n#### 19"
 
 
+def test_thinking_stands_between_tags() -> None:
+    text = SolutionStyle(think=True).write(PLAIN, random.Random(0))
+    assert text == "<think>\nAnn has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n</think>\n#### 19"
+
+
 def test_problems_and_answers_stay() -> None:
     plain = word_problems(200, split="cold_start", largest=20, steps=(1, 3))
     styled = word_problems(200, split="cold_start", largest=20, steps=(1, 3), repeats=0.5, mixed=0.5)
