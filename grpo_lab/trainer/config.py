@@ -12,6 +12,7 @@ from grpo_lab.objectives import preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
+from grpo_lab.trainer.sampler_seam import check_sampler
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
@@ -47,6 +48,8 @@ class LabConfig(GRPOConfig):
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
             the engine's options, with ``use_vllm``.
+        sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
+            pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
 
     Raises:
@@ -63,6 +66,9 @@ class LabConfig(GRPOConfig):
     )
     rollout: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "How completions are made: mapping with verify_every, tolerance, engine."}
+    )
+    sampler: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
     )
     update: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
@@ -90,6 +96,7 @@ class LabConfig(GRPOConfig):
         if settings.kl is not None:
             self._agree_on_beta(settings)
         rollout_settings(self.rollout, self.use_vllm)
+        check_sampler(self)
         algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
 
     @property
