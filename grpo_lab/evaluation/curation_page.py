@@ -86,7 +86,7 @@ def histogram(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
             counts[place][0 if row.get("kept") else 1] += 1
     if not any(kept + dropped for kept, dropped in counts):
         return []
-    labels = ["0", *(f"≤ {k / 10:.1f}" for k in range(1, 10)), "< 1", "1"]
+    labels = ["0", *(f"{k / 10:.1f}" for k in range(1, 10)), "<1", "1"]
     return [Bar(label, *pair) for label, pair in zip(labels, counts, strict=True)]
 
 

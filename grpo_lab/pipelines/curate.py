@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +36,7 @@ from grpo_lab.evaluation.outcomes import encodable
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
+from grpo_lab.pipelines.recipe import DataSection, RewardSection
 from grpo_lab.pipelines.run_folder import versions
 from grpo_lab.pipelines.sampler import ModelSampler
 
@@ -195,7 +196,7 @@ class _Curation:
             self.reward,
             settings.n_samples,
             path=self.folder / "pass_rates.jsonl",
-            settings={**sampler.identity(), "reward": repr(self.reward)},
+            settings={**sampler.identity(), "reward": told(self.recipe.reward)},
             batch_size=settings.problems_per_save,
         )
         found = dict(zip(left, measured, strict=True))
@@ -241,7 +242,7 @@ class _Curation:
             self.reward,
             rules.tries,
             path=self.folder / "guesses.jsonl",
-            settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": repr(self.reward)},
+            settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": told(self.recipe.reward)},
             batch_size=self.recipe.sampling.problems_per_save,
         )
         found = dict(zip(left, rates, strict=True))
@@ -298,19 +299,37 @@ class _Curation:
 
     def summary(self, seconds: float) -> dict[str, Any]:
         recipe, sampler = self.recipe, self.sampler
-        settings = asdict(recipe.sampling)
+        sampling = {name: value for name, value in asdict(recipe.sampling).items() if value != {}}
         return {
             "name": recipe.name,
-            "data": f"{recipe.data.loader} {dict(recipe.data.arguments)}, template {recipe.data.template}",
-            "reward": repr(self.reward),
+            "data": told(recipe.data),
+            "reward": told(recipe.reward),
             "model": recipe.model.path if recipe.model else None,
             "time": duration(seconds),
             "completions of this session": sampler.made if sampler else 0,
-            "sampling": settings if sampler else {},
-            "filters": {name: value for name, value in asdict(recipe.filters).items() if value is not None},
+            "sampling": sampling if sampler else {},
+            "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
             "versions": versions(),
             "finished": True,
         }
+
+
+def told(settings: Any) -> str:
+    """Settings in words, for the report."""
+    if settings is None:
+        return "not applied"
+    if isinstance(settings, DataSection):
+        rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
+        limit = "" if settings.limit is None else f", the first {settings.limit:,}"
+        return f"{settings.loader} ({rest}, template {settings.template}{limit})"
+    if isinstance(settings, RewardSection):
+        return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
+    if isinstance(settings, tuple):
+        return "; ".join(told(one) for one in settings)
+    if is_dataclass(settings):
+        pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
+        return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
+    return str(settings)
 
 
 def text_of(prompt: Any) -> str:
