@@ -159,7 +159,7 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
         data=data_section(written["data"], "data"),
         rewards=tuple(reward_section(entry) for entry in written["rewards"]),
         cold_start=None if cold_start is None else _cold_start(cold_start),
-        evaluation=None if evaluation is None else _evaluation(evaluation),
+        evaluation=None if evaluation is None else evaluation_section(evaluation),
         arguments={key: value for key, value in written.items() if key not in SECTIONS},
     )
 
@@ -191,7 +191,7 @@ def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
     return ColdStartSection(data_section(written["data"], "cold_start.data"), rest)
 
 
-def _evaluation(written: Mapping[str, Any]) -> EvaluationSection:
+def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
     if "data" not in written:
         raise ValueError("`evaluation` has no `data`; it needs held-out rows")
     changed = {**written, "data": data_section(written["data"], "evaluation.data")}
