@@ -1,4 +1,4 @@
-"""``grpo-lab train | evaluate | serve | report``: the command line."""
+"""``grpo-lab train | curate | long2short | evaluate | serve | report``: the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
     for noisy in ("httpx", "datasets", "transformers", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if rest and known.command != "train":
+    if rest and known.command not in ("train", "curate", "long2short"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(known.run(known, rest) or 0)
@@ -40,6 +40,20 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
     train.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
     train.set_defaults(run=_train)
+
+    curate = commands.add_parser(
+        "curate", help="choose training rows: pass rates and filters; goes on where it was killed"
+    )
+    curate.add_argument(
+        "--config", required=True, help="a recipe, see recipes/kimi/curate.yaml; override with --key value"
+    )
+    curate.add_argument("--overwrite", action="store_true", help="sample anew in a folder that holds a curation")
+    curate.set_defaults(run=_curate)
+
+    short = commands.add_parser("long2short", help="make a model right in fewer tokens: SFT, DPO, SimPO or merging")
+    short.add_argument("--config", required=True, help="a recipe, see recipes/kimi/long2short_*.yaml")
+    short.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
+    short.set_defaults(run=_long2short)
 
     evaluate = commands.add_parser("evaluate", help="greedy and sampled accuracy of a model with a 95%% interval")
     evaluate.add_argument("model", help="folder or hub name")
@@ -81,6 +95,25 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
     from grpo_lab.pipelines.train import train
 
     train(recipe, overwrite=known.overwrite, resume=known.resume)
+    return 0
+
+
+def _curate(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.curate import curate
+    from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+    from grpo_lab.pipelines.recipe import parse_overrides, read_yaml
+
+    written = read_yaml(known.config, parse_overrides(rest))
+    curate(curation_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)
+    return 0
+
+
+def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+    from grpo_lab.pipelines.recipe import parse_overrides, read_yaml
+
+    written = read_yaml(known.config, parse_overrides(rest))
+    long2short(long2short_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)
     return 0
 
 

@@ -2,7 +2,8 @@
 
 Kimi k1.5 (arXiv 2501.12599, section 2.3.3, "Curriculum Sampling") starts with easier tasks and goes on to harder ones;
 its ablation (section 3.5) first trains on a uniform mixture and then on hard problems only. How difficulty is cut and
-when to switch are not given: settings.
+when to switch are not given: settings. So is the floor that lets easy problems come back now and then (0: never, as in
+the report).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence, Sized
 
 import torch
 
+from grpo_lab.curation.prioritized import inclusion_probabilities, systematic_sample
 from grpo_lab.curation.rounds import RoundSampler, seeded
 
 
@@ -50,6 +52,8 @@ class UniformThenHardSampler(RoundSampler):
         pass_rates: one a row, in [0, 1].
         uniform_rounds: generation batches, counted over epochs.
         hard_below: a problem is hard if its pass rate is smaller; at least `batch_size` problems have to be.
+        floor: chance of an easy problem in the hard phase relative to a hard one's, in [0, 1]. With 0 the hard problems
+            are gone through lap by lap; else every round is drawn by these weights (`prioritized.systematic_sample`).
     """
 
     def __init__(
@@ -63,11 +67,14 @@ class UniformThenHardSampler(RoundSampler):
         *,
         uniform_rounds: int,
         hard_below: float = 0.5,
+        floor: float = 0.0,
     ) -> None:
         super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
         if uniform_rounds < 0:
             raise ValueError(f"uniform_rounds={uniform_rounds} is negative")
-        self.uniform_rounds = uniform_rounds
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor={floor} is not in [0, 1]")
+        self.uniform_rounds, self.floor = uniform_rounds, floor
         self._all = torch.arange(self.num_samples)
         self._hard = torch.nonzero(checked_rates(pass_rates, self.num_samples) < hard_below).flatten()
         if len(self._hard) < batch_size:
@@ -75,11 +82,15 @@ class UniformThenHardSampler(RoundSampler):
                 f"{len(self._hard)} problems have a pass rate below hard_below={hard_below}; "
                 f"a round needs batch_size={batch_size}"
             )
+        self._weights = torch.full((self.num_samples,), floor, dtype=torch.float64)
+        self._weights[self._hard] = 1.0
 
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
         position = epoch * self.rounds_per_epoch + number
         if position < self.uniform_rounds:
             return self._shuffled(self._all, position, phase=0)
+        if self.floor > 0:
+            return systematic_sample(inclusion_probabilities(self._weights, self.batch_size), generator)
         return self._shuffled(self._hard, position - self.uniform_rounds, phase=1)
 
     def _shuffled(self, pool: torch.Tensor, position: int, phase: int) -> list[int]:

@@ -47,6 +47,7 @@ def guess_rates(
         batch_size=batch_size,
         prompt_column=prompt_column,
         progress=progress,
+        label="guesses",
     )
 
 

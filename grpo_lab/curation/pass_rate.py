@@ -17,11 +17,13 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from grpo_lab.curation.progress import progress_of
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
@@ -64,6 +66,7 @@ def pass_rates(
     keep_completions: bool = True,
     prompt_column: str = "prompt",
     progress: bool = True,
+    label: str = "pass rates",
 ) -> list[PassRate]:
     """The pass rate of every problem, in the order of `problems`.
 
@@ -78,6 +81,7 @@ def pass_rates(
         success_at: least score that counts as right.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         keep_completions: store the texts too (the long2short builders need them).
+        progress, label: show how far it is, under this name.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
@@ -93,7 +97,7 @@ def pass_rates(
     with _opened(path, header, keep_completions) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo = list(missing.items())
-        with _bar(len(set(keys)), len(set(keys)) - len(todo), progress) as advance:
+        with progress_of(len(set(keys)), len(set(keys)) - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = todo[start : start + batch_size]
                 results = _sample([problem for _, problem in batch], generate, score, n, success_at, prompt_column)
@@ -102,7 +106,7 @@ def pass_rates(
                 named = {key: result for (key, _), result in zip(batch, results, strict=True)}
                 save(named)
                 done.update(named)
-                advance(len(batch))
+                advance(len(batch), _so_far(done.values()))
     return [done[key] for key in keys]
 
 
@@ -148,6 +152,12 @@ def _sample(
         own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])
         results.append(_result(own, success_at, tuple(group)))
     return results
+
+
+def _so_far(results: Iterable[PassRate]) -> str:
+    counted = [(result.successes, result.trials) for result in results]
+    successes, trials = sum(s for s, _ in counted), sum(t for _, t in counted)
+    return f"{successes / trials:.1%} right so far" if trials else "nothing scorable so far"
 
 
 def _result(scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None) -> PassRate:
@@ -247,11 +257,3 @@ def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
     file.write(b"".join(lines))
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextmanager
-def _bar(total: int, done: int, shown: bool) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(total=total, initial=done, desc="pass rates", unit="problem", disable=not shown) as bar:
-        yield bar.update

@@ -82,6 +82,11 @@ class PrioritizedSampler(RoundSampler):
             self._trials[index] = self.decay * self._trials[index] + trials
 
     @property
+    def trials(self) -> torch.Tensor:
+        """T_i, [N] float64: the (decayed) number of completions behind s_i; 0 before the first."""
+        return self._trials
+
+    @property
     def success_rates(self) -> torch.Tensor:
         """s_i, [N] float64."""
         seen = self._trials > 0

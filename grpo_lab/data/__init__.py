@@ -5,6 +5,7 @@ answer as text), ``question``, ``template`` (name of the prompt template), and m
 trl nor transformers; ``datasets`` is loaded on the first call.
 """
 
+from grpo_lab.data.file import load_file
 from grpo_lab.data.gsm8k import load_gsm8k
 from grpo_lab.data.math import load_math
 from grpo_lab.data.prompts import TEMPLATES, ChatTemplate, TextTemplate, apply_template, find_template
@@ -20,6 +21,7 @@ __all__ = [
     "apply_template",
     "find_template",
     "iter_word_problems",
+    "load_file",
     "load_gsm8k",
     "load_math",
     "word_problems",

@@ -12,7 +12,7 @@ from grpo_lab.pipelines.recipe import DataSection, ModelSection, Recipe, RewardS
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LOADERS = {"gsm8k": "load_gsm8k", "math": "load_math", "word_problems": "word_problems"}
+LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", "word_problems": "word_problems"}
 REWARDS = {
     "accuracy": "AccuracyReward",
     "think_format": "ThinkFormatReward",

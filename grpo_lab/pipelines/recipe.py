@@ -48,7 +48,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """Rows: ``loader`` (``gsm8k``, ``math``, ``word_problems``) with the loader's own arguments.
+    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``word_problems``) with the loader's own arguments.
 
     Args:
         loader: which loader of ``grpo_lab.data``.
@@ -129,6 +129,12 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
     """
+    written = read_yaml(path, overrides)
+    return recipe_from(written, default_name=Path(path).stem)
+
+
+def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The mapping in a YAML file with ``--key value`` overrides. Raises ``ValueError`` as ``read_recipe``."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
@@ -137,7 +143,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
         _set(written, key, value)
-    return recipe_from(written, default_name=file.stem)
+    return written
 
 
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
@@ -149,25 +155,27 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
     return Recipe(
         name=str(written.get("name", default_name)),
         trainer=str(written.get("trainer", "LabTrainer")),
-        model=_section(ModelSection, written["model"], "model"),
+        model=section_of(ModelSection, written["model"], "model"),
         data=data_section(written["data"], "data"),
-        rewards=tuple(_reward(entry) for entry in written["rewards"]),
+        rewards=tuple(reward_section(entry) for entry in written["rewards"]),
         cold_start=None if cold_start is None else _cold_start(cold_start),
-        evaluation=None if evaluation is None else _evaluation(evaluation),
+        evaluation=None if evaluation is None else evaluation_section(evaluation),
         arguments={key: value for key, value in written.items() if key not in SECTIONS},
     )
 
 
 def data_section(written: Any, where: str) -> DataSection:
     if not isinstance(written, Mapping) or "loader" not in written:
-        raise ValueError(f"`{where}` is {written!r}; it must be a mapping with a `loader` (gsm8k, math, word_problems)")
+        raise ValueError(
+            f"`{where}` is {written!r}; it must be a mapping with a `loader` (file, gsm8k, math, word_problems)"
+        )
     rest = {key: value for key, value in written.items() if key not in ("loader", "template", "limit")}
     if "steps" in rest:
         rest["steps"] = tuple(rest["steps"])
     return DataSection(str(written["loader"]), str(written.get("template", "chat")), written.get("limit"), rest)
 
 
-def _reward(written: Any) -> RewardSection:
+def reward_section(written: Any) -> RewardSection:
     if isinstance(written, str):
         return RewardSection(written)
     if isinstance(written, Mapping) and "name" in written:
@@ -183,17 +191,17 @@ def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
     return ColdStartSection(data_section(written["data"], "cold_start.data"), rest)
 
 
-def _evaluation(written: Mapping[str, Any]) -> EvaluationSection:
+def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
     if "data" not in written:
         raise ValueError("`evaluation` has no `data`; it needs held-out rows")
     changed = {**written, "data": data_section(written["data"], "evaluation.data")}
     if "reward" in written:
-        changed["reward"] = _reward(written["reward"])
-    section: EvaluationSection = _section(EvaluationSection, changed, "evaluation")
+        changed["reward"] = reward_section(written["reward"])
+    section: EvaluationSection = section_of(EvaluationSection, changed, "evaluation")
     return section
 
 
-def _section(kind: Any, written: Any, where: str) -> Any:
+def section_of(kind: Any, written: Any, where: str) -> Any:
     if not isinstance(written, Mapping):
         raise ValueError(f"`{where}` is {written!r}; it must be a mapping")
     allowed = [f.name for f in fields(kind)]

@@ -1,4 +1,4 @@
-"""Cold start: supervised training on worked solutions with TRL's SFTTrainer, before any reward."""
+"""Supervised training with TRL's SFTTrainer: the cold start on worked solutions, and rows of prompt and completion."""
 
 from __future__ import annotations
 
@@ -28,12 +28,30 @@ def cold_start(
     """
     if "worked_solution" not in rows.column_names:
         raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
-    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+    pairs = rows.map(_as_pair, remove_columns=rows.column_names)
+    return supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`")
+
+
+def supervised(
+    model: Any,
+    tokenizer: Any,
+    pairs: Dataset,
+    output_dir: Path,
+    arguments: dict[str, Any],
+    callbacks: list[Any] | None = None,
+    where: str = "`training`",
+) -> Any:
+    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only.
+
+    Raises:
+        ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.
+    """
+    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, where)
     settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **arguments}
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(**settings),
-        train_dataset=rows.map(_as_pair, remove_columns=rows.column_names),
+        train_dataset=pairs.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         callbacks=callbacks,
     )

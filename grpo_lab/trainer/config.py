@@ -12,6 +12,7 @@ from grpo_lab.objectives import MirrorDescent, preset
 from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, Algorithm, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
+from grpo_lab.trainer.sampler_seam import check_sampler
 from grpo_lab.trainer.sampling_correction import check_sampling_correction
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
 from grpo_lab.trainer.thinking_seam import check_thinking
@@ -56,6 +57,8 @@ class LabConfig(GRPOConfig):
             ``reward_weights``; logged as ``reward_weights/<name>``.
         reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
             class declares (``KimiTrainer``: yes; else no).
+        sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
+            pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
 
     Raises:
@@ -81,6 +84,9 @@ class LabConfig(GRPOConfig):
     )
     reset_optimizer: bool | None = field(
         default=None, metadata={"help": "Empty the optimizer's state after every generation batch."}
+    )
+    sampler: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
     )
     update: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
@@ -109,6 +115,7 @@ class LabConfig(GRPOConfig):
             self._agree_on_beta(settings)
         check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
         check_sampling_correction(self)
+        check_sampler(self)
         reward_schedules(self.reward_schedules)
         refuse_token_weights(self, algorithm_from(self, settings))  # a wrong name raises before the model is loaded
 

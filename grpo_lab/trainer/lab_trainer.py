@@ -39,6 +39,7 @@ from grpo_lab.trainer.reward_table import (
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.sampler_seam import SamplerSeam, row_numbers, sampler_settings, with_row_numbers
 from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.thinking_seam import thinking_rollout
@@ -99,6 +100,8 @@ class LabTrainer(GRPOTrainer):
         self._scored: Scored | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
+        sampling = sampler_settings(getattr(args, "sampler", None))
+        train_dataset = with_row_numbers(sampling, train_dataset, reward_funcs)
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
             super().__init__(
                 model=model,
@@ -124,6 +127,7 @@ class LabTrainer(GRPOTrainer):
         self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
         if self._optimizer_reset is not None:
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
+        self._sampling = SamplerSeam(self, sampling)
         self._prove()
 
     @classmethod
@@ -147,6 +151,18 @@ class LabTrainer(GRPOTrainer):
         return self.algorithm.objective.token_loss(batch)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        ours = self._sampling.built(self.train_dataset if dataset is None else dataset)
+        return super()._get_train_sampler(dataset) if ours is None else ours
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._sampling.save(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._sampling.load(checkpoint)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
@@ -178,16 +194,15 @@ class LabTrainer(GRPOTrainer):
         check_finite(values, names)
         end_ids = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         cut = truncated_rows(completion_ids_list, end_ids)
-        local = torch.tensor(
-            [[len(ids), flag] for ids, flag in zip(completion_ids_list, cut, strict=True)], device=values.device
-        )
-        lengths, truncated = self.accelerator.gather(local).unbind(1)
+        known = zip(completion_ids_list, cut, row_numbers(inputs), strict=True)
+        local = torch.tensor([[len(ids), flag, row] for ids, flag, row in known], device=values.device)
+        lengths, truncated, numbers = self.accelerator.gather(local).unbind(1)
         if any(scope_of(reward) == "group" for reward in self.reward_funcs):
             rows = gathered_rows(inputs, prompts, completions, completion_ids_list, cut)
             progress = (self.state.global_step, self.state.max_steps)
             values = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
         table = RewardTable(values, names, self.reward_weights.detach().cpu(), self._group_size())
-        self._scored = Scored(table, lengths, truncated.bool())  # read and dropped by the method below
+        self._scored = Scored(table, lengths, truncated.bool(), numbers)  # read and dropped by the method below
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -281,6 +296,8 @@ class LabTrainer(GRPOTrainer):
         book, table = self._books[mode], scored.table
         correct = correctness(table, self.reward_funcs)
         reward_metrics(book, dead_groups(table.total, table.group_size), scored.lengths, scored.truncated, correct)
+        if mode == "train":
+            self._sampling.record(scored.rows, correct, book)
         share = scored.truncated.float().mean().item()
         if mode == "train" and share > TRUNCATION_WARNING:
             self.say(

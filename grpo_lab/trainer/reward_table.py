@@ -24,11 +24,13 @@ class Scored:
         table: rewards of all ranks.
         lengths: completion lengths in tokens ``[N]``, all ranks.
         truncated: bool ``[N]``: ended by the length limit, not by an end token.
+        rows: ``[N]`` row of the data set, −1 where it is not known (``sampler_seam``).
     """
 
     table: RewardTable
     lengths: Tensor
     truncated: Tensor
+    rows: Tensor
 
 
 class DeferredReward:
@@ -169,13 +171,19 @@ def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[b
     return [bool(ids) and ids[-1] not in end_ids for ids in completion_ids]
 
 
-def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
-    """The column of the reward that measures correctness (``measures_correctness = True``, or named accuracy_reward)."""
+def correctness_column(reward_funcs: list[Any]) -> int | None:
+    """Which reward measures correctness: ``measures_correctness = True``, or named accuracy_reward."""
     for column, reward in enumerate(reward_funcs):
         inner = getattr(reward, "reward", reward)
         if getattr(inner, "measures_correctness", False) or reward_name(inner) in ("accuracy_reward", "AccuracyReward"):
-            return table.values[:, column]
+            return column
     return None
+
+
+def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
+    """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
+    column = correctness_column(reward_funcs)
+    return None if column is None else table.values[:, column]
 
 
 def dead_groups(total: Tensor, group_size: int) -> Tensor:

@@ -34,7 +34,7 @@ def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> 
 T = TypeVar("T")
 
 
-def _typed(kind: Callable[..., T], value: Any, where: str) -> T:
+def as_settings(kind: Callable[..., T], value: Any, where: str) -> T:
     """A mapping, a JSON string or a bare name → the dataclass ``kind``."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = json.loads(value)
@@ -139,10 +139,10 @@ def lab_settings(objective: Any, advantage: Any, kl: Any, update: Any) -> LabSet
     if update is False:  # YAML 1.1 reads a bare `off` as false
         update = "off"
     return LabSettings(
-        objective=None if objective is None else _typed(ObjectiveSettings, objective, "objective"),
-        advantage=None if advantage is None else _typed(AdvantageSettings, advantage, "advantage"),
-        kl=None if kl is None else _typed(KLSettings, kl, "kl"),
-        update=UpdateSettings() if update is None else _typed(UpdateSettings, update, "update"),
+        objective=None if objective is None else as_settings(ObjectiveSettings, objective, "objective"),
+        advantage=None if advantage is None else as_settings(AdvantageSettings, advantage, "advantage"),
+        kl=None if kl is None else as_settings(KLSettings, kl, "kl"),
+        update=UpdateSettings() if update is None else as_settings(UpdateSettings, update, "update"),
     )
 
 

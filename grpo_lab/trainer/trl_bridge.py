@@ -61,9 +61,11 @@ METHODS: dict[str, tuple[str, ...]] = {
         "num_generations",
         "has_tool_images",
     ),
-    "log": ("self", "logs", "start_time"),
+    "_get_train_sampler": ("self", "dataset"),
     "_save_checkpoint": ("self", "model", "trial"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_get_output_dir": ("self", "trial"),
+    "log": ("self", "logs", "start_time"),
 }
 
 #: Attributes that exist on a constructed ``trl.GRPOTrainer``.

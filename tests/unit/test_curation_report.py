@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from grpo_lab.curation import CurationReport, Selection
+from grpo_lab.evaluation.curation_page import curation_page, write_curation_page
 
 ROWS = [{"prompt": f"question {k}", "solution": str(k)} for k in range(10)]
 
@@ -78,7 +79,7 @@ def hostile() -> CurationReport:
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     page_file = tmp_path / "new" / "report.html"
-    hostile().write_html(page_file)
+    write_curation_page(page_file, hostile())
     page = page_file.read_text("utf-8")
     assert "<script" not in page
     assert "<img" not in page
@@ -107,4 +108,4 @@ def test_messages_are_shown_by_their_text() -> None:
 def test_an_empty_set() -> None:
     report = Selection([]).report()
     assert (report.rows, report.kept) == (0, 0)
-    assert "0" in report.as_html()
+    assert "0" in curation_page(report)

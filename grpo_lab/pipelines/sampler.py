@@ -1,0 +1,173 @@
+"""Completions of a saved model for curation and long2short: transformers or vLLM behind one call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.evaluation.generation import Completion, TransformersGenerator, render_prompt
+
+_HASHED_FROM_EACH_END = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are sampled; the keys stand flat in a recipe.
+
+    Args:
+        n_samples: completions a problem.
+        temperature: 1.0 is the model's own distribution; nothing else bends it.
+        max_completion_length: tokens a completion may have.
+        batch_size: completions that transformers makes at once (vLLM batches by itself).
+        problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
+        seed: everything sampled follows from it, from the prompts and from the two sizes above.
+        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`, …).
+        use_cpu: stay on the CPU where there is a GPU.
+    """
+
+    n_samples: int = 10
+    temperature: float = 1.0
+    max_completion_length: int = 512
+    batch_size: int = 64
+    problems_per_save: int = 32
+    seed: int = 0
+    use_vllm: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    use_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_samples", "max_completion_length", "batch_size", "problems_per_save"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` is {value!r}; an integer of at least 1 is needed")
+        if isinstance(self.temperature, bool) or not self.temperature > 0:
+            raise ValueError(f"`temperature` is {self.temperature!r}; sampling needs a number above 0")
+        if self.engine and not self.use_vllm:
+            raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")
+
+
+class ModelSampler:
+    """`sampler(prompts, n)` → n completions a prompt, in the form of the prompt (text or message list).
+
+    Args: model: folder or hub name of a saved model.
+    """
+
+    def __init__(self, model: str, settings: SamplingSettings) -> None:
+        self.settings, self.name = settings, model
+        self.made = 0  # completions by this process
+        self.full_length = self.cut = 0  # of them: under max_completion_length, and cut by it
+        if settings.use_vllm:
+            self._start_vllm(model)
+        else:
+            from grpo_lab.pipelines.train import load_for_evaluation
+
+            self.model, self.tokenizer = load_for_evaluation(model, settings.use_cpu)
+            self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def _start_vllm(self, model: str) -> None:
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        config: Any = AutoConfig.from_pretrained(model)
+        options = EngineOptions.from_mapping(self.settings.engine)
+        start = engine_factory(options, trainer_dtype=getattr(config, "dtype", None))
+        self.model = start(model=model, seed=self.settings.seed)
+        self.context = self.model.llm.llm_engine.model_config.max_model_len
+        try:
+            configured: Any = GenerationConfig.from_pretrained(model).eos_token_id
+        except OSError:
+            configured = None
+        listed = configured if isinstance(configured, list) else [configured]
+        self._stops = [int(token) for token in {self.tokenizer.eos_token_id, *listed} if token is not None]
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        n: int,
+        *,
+        max_new_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[Any]]:
+        ids = [render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids for prompt in prompts]
+        limit = max_new_tokens or self.settings.max_completion_length
+        groups = self._samples(ids, n, limit, _seed(self.settings.seed, ids))
+        self.made += sum(len(group) for group in groups)
+        if max_new_tokens is None:
+            self.full_length += sum(len(group) for group in groups)
+            self.cut += sum(completion.truncated for group in groups for completion in group)
+        return [
+            [in_form_of(prompt, completion.text) for completion in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _samples(self, ids: list[list[int]], n: int, limit: int, seed: int) -> list[list[Completion]]:
+        if not self.settings.use_vllm:
+            generate = TransformersGenerator(self.model, self.tokenizer, self.settings.batch_size, progress=False)
+            return generate(ids, n=n, temperature=self.settings.temperature, max_new_tokens=limit, seed=seed)
+        from grpo_lab.rollouts.sampling import engine_samples
+
+        sampled = engine_samples(
+            self.model,
+            ids,
+            n=n,
+            temperature=self.settings.temperature,
+            max_new_tokens=limit,
+            seed=seed,
+            stop_token_ids=self._stops,
+        )
+        return [[Completion(self._text(one.ids), len(one.ids), not one.ended) for one in group] for group in sampled]
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def prompt_tokens(self, prompt: Any) -> int:
+        return len(render_prompt(prompt, self.tokenizer).ids)
+
+    def tokens(self, completion: Any) -> int:
+        """Length of a completion's text in this model's tokens, without an end token."""
+        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples depend on, for the header of their file. The engine counts: its rounding differs."""
+        settings = self.settings
+        return {
+            "model": self.name,
+            "weights": weights_digest(self.name),
+            "temperature": settings.temperature,
+            "max_completion_length": settings.max_completion_length,
+            "seed": settings.seed,
+            "engine": {"vllm": dict(settings.engine)} if settings.use_vllm else "transformers",
+        }
+
+
+def in_form_of(prompt: Any, text: str) -> Any:
+    """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def weights_digest(model: str) -> str | None:
+    """Of a local folder's weight files: names, sizes and both ends; None for a hub name. A retrained model differs."""
+    if not Path(model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(Path(model).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as weights:
+            digest.update(weights.read(_HASHED_FROM_EACH_END))
+            weights.seek(max(0, size - _HASHED_FROM_EACH_END))
+            digest.update(weights.read(_HASHED_FROM_EACH_END))
+    return digest.hexdigest()[:16]
+
+
+def _seed(seed: int, ids: list[list[int]]) -> int:
+    """A seed for one batch: of the run's and of what is sampled, so that a resumed run draws what it would have drawn."""
+    digest = hashlib.sha256(f"{seed}/{json.dumps(ids)}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

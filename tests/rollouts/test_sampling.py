@@ -1,0 +1,78 @@
+"""Completions for curation by a real vLLM engine: counts, seeds, agreement with transformers, `curate` with `use_vllm`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.evaluation.generation import TransformersGenerator, render_prompt
+from grpo_lab.pipelines.curate import curate
+from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+from grpo_lab.rollouts.sampling import engine_samples
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+ENGINE = {"dtype": "float32", "kv_cache_gib": 0.125, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from grpo_lab.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("sampling") / "qwen2"
+    built, tokenizer = tiny_model(
+        "qwen2", hidden_size=64, num_heads=2, num_layers=2, max_positions=256, initializer_range=0.2
+    )
+    built.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(**changes: Any) -> SamplingSettings:
+    return SamplingSettings(**{"max_completion_length": 12, "use_cpu": True, "seed": 5, **changes})
+
+
+def test_both_engines_serve_curation(vllm_or_skip: None, model: Path, tmp_path: Path) -> None:
+    prompts = ["Ann has 3 stamps.", [{"role": "user", "content": "How many?"}], "Ann has 3 stamps."]
+    ours = ModelSampler(str(model), settings(use_vllm=True, engine=ENGINE))
+    reference = ModelSampler(str(model), settings())
+    assert ours.context == reference.context == 256
+    ids = [render_prompt(prompt, reference.tokenizer).ids for prompt in prompts]
+    greedy = engine_samples(
+        ours.model, ids, n=1, temperature=0.0, max_new_tokens=12, seed=0, stop_token_ids=ours._stops
+    )
+    plain = TransformersGenerator(reference.model, reference.tokenizer, 8, progress=False)
+    expected = plain(ids, n=1, temperature=0.0, max_new_tokens=12, seed=0)
+    for (mine,), (theirs,) in zip(greedy, expected, strict=True):
+        assert (ours._text(mine.ids), len(mine.ids), not mine.ended) == (theirs.text, theirs.tokens, theirs.truncated)
+
+    first = ours(prompts, 4)
+    assert first == ours(prompts, 4)  # the seed decides
+    assert (ours.made, ours.full_length) == (24, 24)
+    assert (
+        len({json.dumps(completion) for completion in [*first[0], *first[2]]}) > 4
+    )  # the same prompt twice, other samples
+    assert [isinstance(group[0], str) for group in first] == [True, False, True]
+
+
+def test_curate_with_vllm(vllm_or_skip: None, model: Path, tmp_path: Path) -> None:
+    written = {
+        "model": {"path": str(model)},
+        "data": {"loader": "word_problems", "n": 12, "template": "chat", "largest": 20, "steps": [1, 2]},
+        "reward": "training.curation_rewards:by_digest",
+        "n_samples": 4,
+        "max_completion_length": 12,
+        "use_vllm": True,
+        "engine": ENGINE,
+        "output_dir": str(tmp_path / "out"),
+        "filters": {"band": {}, "guessable": {"tries": 2, "max_new_tokens": 4}},
+    }
+    done = curate(curation_recipe_from(written))
+    header, *lines = (done.folder / "pass_rates.jsonl").read_text().splitlines()
+    assert json.loads(header)["settings"]["engine"] == {"vllm": ENGINE}
+    assert len(lines) == 12
+    assert all(len(json.loads(line)["completions"]) == 4 for line in lines)

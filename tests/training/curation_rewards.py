@@ -1,0 +1,14 @@
+"""A reward for curation tests: right or wrong by a digest, so that random models have pass rates of all sizes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+
+def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
+    """About (solution mod 11) / 10 of a problem's completions are right."""
+    return [
+        float(zlib.crc32(repr(completion).encode()) % 10 < int(gold) % 11)
+        for completion, gold in zip(completions, solution, strict=True)
+    ]

@@ -1,0 +1,225 @@
+"""`grpo-lab curate` from end to end on a tiny random model: filters, files, the report, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from grpo_lab.cli import main
+from grpo_lab.data import load_file
+from grpo_lab.evaluation.curation_page import histogram, kept_examples
+from grpo_lab.pipelines.curate import curate
+from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.recipe import read_yaml
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+LEAK = (
+    "A farmer counts his sheep on Monday and finds that seven of them are gone because the gate stood open all night."
+)
+QUESTIONS = [
+    *(
+        f"Ann has {k} stamps and buys {k + 1} more in shop number {k}. How many stamps does she have?"
+        for k in range(10)
+    ),
+    "ann has 3 stamps, and buys 4 more in shop number 3: how many stamps does she have",  # row 10 repeats row 3
+    "Is 7 a prime number?",
+    f"{LEAK} How many sheep are left of forty?",
+    "word " * 300 + "How many words are these?",  # does not fit into the model's context
+]
+
+
+def rows_file(folder: Path) -> Path:
+    file = folder / "rows.jsonl"
+    rows = [{"question": q, "solution": str(i), "area": "ab"[i % 2]} for i, q in enumerate(QUESTIONS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "test.jsonl").write_text(json.dumps({"question": f"{LEAK} How many?", "solution": "1"}) + "\n")
+    return file
+
+
+def recipe(folder: Path, measured_by: Path, **changes: Any) -> Any:
+    written: dict[str, Any] = {
+        "name": "a-test",
+        "model": {"path": str(measured_by)},
+        "data": {"loader": "file", "source": str(rows_file(folder)), "template": "none"},
+        "reward": "training.curation_rewards:by_digest",
+        "n_samples": 6,
+        "max_completion_length": 6,
+        "problems_per_save": 4,
+        "use_cpu": True,
+        "output_dir": str(folder / "out"),
+        "filters": {
+            "kind": True,
+            "duplicates": {"similarity": 0.9},
+            "contamination": {"against": [{"loader": "file", "source": str(folder / "test.jsonl")}]},
+            "band": {"low": 0.0, "high": 1.0},
+            "guessable": {"tries": 2, "max_new_tokens": 3},
+            "balance": {"by": "area"},
+        },
+    }
+    return curation_recipe_from({**written, **changes})
+
+
+def test_every_filter_leaves_its_mark(tiny_folder: Path, tmp_path: Path) -> None:
+    done = curate(recipe(tmp_path, tiny_folder))
+    everything = pq.read_table(done.folder / "all.parquet").to_pylist()
+    assert [row["question"] for row in everything] == QUESTIONS
+    by = {row["question"]: row["dropped_by"] for row in everything}
+    assert by[QUESTIONS[10]] == "duplicates"
+    assert by[QUESTIONS[11]] == "kind"
+    assert by[QUESTIONS[12]] == "evaluation sets"
+    assert by[QUESTIONS[13]] == "prompt too long"
+    assert by[QUESTIONS[0]] == "pass rate"  # solution 0: never right
+    for row in everything[:10]:
+        assert row["trials"] == 6
+        assert row["pass_rate"] == row["successes"] / 6
+        assert (row["mean_tokens_right"] is None) == (row["successes"] == 0)
+    for row in everything[10:]:
+        assert row["pass_rate"] is None  # no sample is spent on a row that is out
+    kept = [row for row in everything if row["kept"]]
+    assert all(0 < row["pass_rate"] < 1 and row["guesses_right"] == 0 for row in kept)
+    areas = [row["area"] for row in kept]
+    assert areas.count("a") == areas.count("b")
+    assert sum(one.dropped for one in done.report.filters) + len(kept) == len(QUESTIONS)
+    lines = [json.loads(line) for line in (done.folder / "curated.jsonl").read_text().splitlines()]
+    assert lines == done.rows == pq.read_table(done.folder / "curated.parquet").to_pylist()
+    page = (done.folder / "report.html").read_text()
+    for words in ("a-test", "prompt too long", "evaluation sets", "Is 7 a prime number?", "Mean pass rate"):
+        assert words in page
+
+
+def test_another_band_costs_no_sample_and_other_settings_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    first = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}))
+    samples = (first.folder / "pass_rates.jsonl").read_bytes()
+    harder = curate(recipe(tmp_path, tiny_folder, filters={"band": {"high": 0.5}}))
+    assert (first.folder / "pass_rates.jsonl").read_bytes() == samples
+    assert 0 < len(harder.rows) < len(first.rows)
+    assert all(row["pass_rate"] < 0.5 for row in harder.rows)
+    with pytest.raises(ValueError, match=r"pass_rates\.jsonl holds samples made with.*temperature"):
+        curate(recipe(tmp_path, tiny_folder, filters={"band": {}}, temperature=0.5))
+    again = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}, temperature=0.5), overwrite=True)
+    assert (again.folder / "pass_rates.jsonl").read_bytes() != samples
+
+
+def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp_path: Path) -> None:
+    done = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}))
+    for name in ("curated.parquet", "curated.jsonl"):
+        rows = load_file(done.folder / name, template="none")
+        assert rows["question"] == [row["question"] for row in done.rows]
+        assert rows["pass_rate"] == [row["pass_rate"] for row in done.rows]
+        with pytest.raises(ValueError, match="made with template none and the setting template is 'r1'"):
+            load_file(done.folder / name, template="r1")
+    source = str(done.folder / "curated.parquet")
+    second = curate(
+        recipe(
+            tmp_path,
+            tiny_folder,
+            filters={"kind": {"keep": "open"}},
+            data={"loader": "file", "source": source, "template": "none"},
+            output_dir=str(tmp_path / "second"),
+        )
+    )
+    assert any("measured anew: prompt_tokens, pass_rate" in note for note in second.report.notes)
+
+
+def test_without_a_model_only_the_text_is_read(tiny_folder: Path, tmp_path: Path) -> None:
+    done = curate(recipe(tmp_path, tiny_folder, model=None, filters={"kind": True, "duplicates": True}))
+    assert len(done.rows) == len(QUESTIONS) - 2
+    assert "pass_rate" not in done.rows[0]
+    with pytest.raises(ValueError, match="need a `model`"):
+        recipe(tmp_path, tiny_folder, model=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_sample": 3}, "the recipe.*'n_sample'; did you mean 'n_samples'"),
+        ({"filters": {"bnad": {}}}, "`filters` has no setting 'bnad'; did you mean 'band'"),
+        ({"filters": {"kind": {"keep": ["opne"]}}}, r"`filters.kind.keep` holds \['opne'\]"),
+        ({"filters": {"contamination": {}}}, "`filters.contamination.against` is None"),
+        ({"filters": {"balance": {}}}, "needs `by`"),
+        ({"temperature": 0}, "`temperature` is 0"),
+        ({"engine": {"dtype": "float32"}}, "only with `use_vllm: true`"),
+        ({"model": {"tiny": {}}}, "give `path`"),
+    ],
+)
+def test_mistakes_are_named(tiny_folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe(tmp_path, tiny_folder, **changes)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="is no curation"):
+        curate(recipe(tmp_path, tiny_folder), overwrite=True)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/curate.yaml")), ids=lambda path: path.parent.name)
+def test_recipes_load(path: Path) -> None:
+    loaded = curation_recipe_from(read_yaml(path))
+    assert loaded.model is not None
+    assert loaded.filters.band is not None
+    assert loaded.sampling.n_samples == 10
+
+
+def test_the_histogram_counts_every_rate_once() -> None:
+    rows = [{"pass_rate": k / 10, "kept": k % 2 == 0} for k in range(11)] + [{"pass_rate": None}, {"pass_rate": 0.99}]
+    bars = histogram(rows)
+    assert [bar.kept + bar.dropped for bar in bars] == [1] * 12
+    assert (bars[3].label, bars[3].kept, bars[3].dropped) == ("0.3", 0, 1)
+    assert histogram([{"pass_rate": None}]) == []
+    assert [number for number, *_ in kept_examples(rows)] == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.slow
+def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL half-way through the command; the second run must add the missing rows only and end where a whole run ends."""
+    settings = {
+        "model": {"path": str(tiny_folder)},
+        "data": {"loader": "word_problems", "n": 48, "template": "none", "largest": 20, "steps": [1, 2]},
+        "reward": "training.curation_rewards:by_digest",
+        "n_samples": 8,
+        "max_completion_length": 60,
+        "problems_per_save": 4,
+        "use_cpu": True,
+        "filters": {"band": {}},
+    }
+    (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
+    words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    samples = tmp_path / "killed" / "pass_rates.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_lab.cli", *words, str(samples.parent)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (samples.is_file() and samples.read_bytes().count(b"\n") > 16):
+        assert process.poll() is None, "the command ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = samples.read_bytes()
+    assert 16 < before.count(b"\n") < 49
+    assert not (samples.parent / "curated.parquet").exists()
+    with samples.open("ab") as torn:
+        torn.write(b'{"key": "half a li')  # as a machine that lost power might leave it
+    assert main([*words, str(samples.parent)]) == 0
+    whole = tmp_path / "whole"
+    assert samples.read_bytes().startswith(before)
+    assert samples.read_bytes() == (whole / "pass_rates.jsonl").read_bytes()
+    assert (samples.parent / "curated.jsonl").read_bytes() == (whole / "curated.jsonl").read_bytes()

@@ -1,0 +1,139 @@
+"""`grpo-lab long2short`: the four ways from end to end on a tiny model, and the two pair losses against their formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+from grpo_lab.pipelines.recipe import read_yaml
+from grpo_lab.trainer.preference import prefer
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+DATA = {"loader": "word_problems", "n": 12, "template": "chat", "largest": 20, "steps": [1, 2]}
+TRAINING = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, "max_length": 256}
+
+
+def recipe(folder: Path, measured_by: Path, method: str, **changes: Any) -> Any:
+    written = {
+        "name": "a-test",
+        "method": method,
+        "model": {"path": str(measured_by)},
+        "data": DATA,
+        "reward": "training.curation_rewards:by_digest",
+        "n_samples": 6,
+        "max_completion_length": 12,
+        "use_cpu": True,
+        "training": TRAINING,
+        "evaluation": {"data": {**DATA, "n": 4, "split": "test"}, "max_new_tokens": 8, "batch_size": 4},
+        "output_dir": str(folder / method),
+    }
+    return long2short_recipe_from({name: value for name, value in {**written, **changes}.items() if value is not None})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_four_ways_leave_a_model_and_both_evaluations(tiny_folder: Path, tmp_path: Path) -> None:
+    start = weights(tiny_folder)
+    for method in ("shortest_sft", "dpo", "simpo"):
+        done = long2short(recipe(tmp_path, tiny_folder, method))
+        rows = [json.loads(line) for line in (done.folder / "rows.jsonl").read_text().splitlines()]
+        assert len(rows) == done.rows > 0
+        if method == "shortest_sft":
+            assert {row["length"] for row in rows} <= set(range(13))
+        else:
+            assert all(
+                row["rejected_because"] == "wrong" or row["rejected_length"] >= 1.5 * row["chosen_length"]
+                for row in rows
+            )
+        assert any(not torch.equal(value, start[name]) for name, value in weights(done.folder).items())
+        assert done.before is not None
+        assert done.after is not None
+        assert (done.folder / "evaluation" / "after" / "outcomes.parquet").is_file()
+    sft = tmp_path / "shortest_sft"
+    merged = long2short(
+        recipe(tmp_path, tiny_folder, "merge", data=None, training=None, short_model=str(sft), alpha=0.25)
+    )
+    for name, value in weights(merged.folder).items():
+        assert torch.allclose(value, 0.25 * start[name] + 0.75 * weights(sft)[name], atol=1e-6)
+    with pytest.raises(ValueError, match="holds a finished run"):
+        long2short(recipe(tmp_path, tiny_folder, "shortest_sft"))
+
+
+def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[torch.Tensor, int]:
+    """Σ log π of the answer's tokens and its end token, in float64, and how many they are."""
+    ids, end = tokenizer(prompt)["input_ids"], tokenizer.eos_token_id
+    whole = torch.tensor([[*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], end]])
+    with torch.no_grad():
+        logits = model(whole).logits.double().log_softmax(-1)
+    picked = logits[0, :-1].gather(1, whole[0, 1:, None])[:, 0][len(ids) - 1 :]
+    return picked.sum(), picked.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "simpo"])
+def test_the_first_loss_is_that_of_the_formula(tiny_folder: Path, tmp_path: Path, method: Any) -> None:
+    """DPO begins at −log σ(0) = log 2 whatever the pair; SimPO at −log σ(β(mean log π⁺ − mean log π⁻) − γ)."""
+    pair = {"prompt": "Ann has 3 stamps.", "chosen": " She has 3.", "rejected": " Perhaps it is four or five of them."}
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    beta, gamma = 2.0, 0.7
+    good, bad = (log_probs(model, tokenizer, pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
+    margin = beta * (good[0] / good[1] - bad[0] / bad[1]) - gamma
+    expected = torch.log(torch.tensor(2.0)) if method == "dpo" else -torch.nn.functional.logsigmoid(margin)
+    logs: list[dict[str, float]] = []
+
+    from transformers import TrainerCallback
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+            seen.append(logs or {})
+
+    seen = logs
+    arguments = {**TRAINING, "max_steps": 1, "per_device_train_batch_size": 1, "logging_steps": 1, "use_cpu": True}
+    arguments |= {"beta": beta} | ({"simpo_gamma": gamma} if method == "simpo" else {})
+    prefer(method, model, tokenizer, Dataset.from_list([pair]), tmp_path, arguments, [Keep()])
+    assert logs[0]["loss"] == pytest.approx(expected.item(), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("merging", {}, "`method` is 'merging'"),
+        ("merge", {"data": None, "training": None}, "`short_model` is needed"),
+        ("merge", {"short_model": "x"}, "`data` is needed to sample on, and has no effect with `method: merge`"),
+        ("merge", {"short_model": "x", "data": None}, "`training` has no effect"),
+        ("dpo", {"data": None}, "`data` is needed"),
+        ("shortest_sft", {"pairs": {"ratio": 2}}, "`pairs` has no effect"),
+        ("dpo", {"pairs": {"ratoi": 2}}, "did you mean 'ratio'"),
+        ("dpo", {"n_sampels": 2}, "did you mean 'n_samples'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, method: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe(tmp_path, tmp_path, method, **changes)
+
+
+@pytest.mark.slow
+def test_a_misspelt_training_setting_and_no_rows_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`training` has no setting 'learning_rat'; did you mean 'learning_rate'"):
+        long2short(recipe(tmp_path, tiny_folder, "dpo", training={"learning_rat": 1}, evaluation=None))
+    with pytest.raises(ValueError, match="no row for `method: shortest_sft`"):
+        long2short(recipe(tmp_path, tiny_folder, "shortest_sft", reward={"name": "accuracy"}, evaluation=None))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/long2short_*.yaml")), ids=lambda path: path.stem)
+def test_recipes_load(path: Path) -> None:
+    loaded = long2short_recipe_from(read_yaml(path))
+    assert path.stem == f"long2short_{loaded.method}"
+    assert loaded.evaluation is not None
