@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train test test-fast lint types format bench bench-update clean
+.PHONY: help setup setup-vllm train test test-fast lint types format bench bench-update bench-rollouts clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,10 +46,13 @@ format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-update  ## all benchmarks
+bench: bench-update bench-rollouts  ## all benchmarks
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 	$(BIN)/python scripts/bench_update.py
+
+bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G requests
+	$(BIN)/python scripts/bench_rollouts.py
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -15,12 +15,14 @@ _HOMES = {
     "LabConfig": "grpo_lab.trainer",
     "LabTrainer": "grpo_lab.trainer",
     "DrGRPOTrainer": "grpo_lab.trainer",
+    "KimiTrainer": "grpo_lab.trainer",
+    "R1ZeroTrainer": "grpo_lab.trainer",
 }
 
-__all__ = ["DrGRPOTrainer", "LabConfig", "LabTrainer", "__version__"]
+__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "R1ZeroTrainer", "__version__"]
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer import DrGRPOTrainer, LabConfig, LabTrainer
+    from grpo_lab.trainer import DrGRPOTrainer, KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 
 
 def __getattr__(name: str) -> Any:

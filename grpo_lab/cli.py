@@ -1,4 +1,4 @@
-"""``grpo-lab train | curate | long2short | evaluate | report``: the command line."""
+"""``grpo-lab train | curate | long2short | evaluate | serve | report``: the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line. A mistake of the user is one line on stderr and exit code 2, not a traceback."""
+    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3."""
     parser = _parser()
     known, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
@@ -20,11 +20,11 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(known.run(known, rest) or 0)
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:  # ConnectionError: a vLLM server that is not up, or gone
         if known.traceback:
             raise
         print(f"grpo-lab: error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError) else 3
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--output", type=Path, help="folder for per-problem outputs (parquet, jsonl) and the summary")
     evaluate.set_defaults(run=_evaluate)
+
+    from grpo_lab.rollouts import serve
+
+    server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
+    serve.add_arguments(server)
+    server.set_defaults(run=_serve)
 
     report = commands.add_parser("report", help="write a run's HTML report")
     report.add_argument("run_dir", type=Path, help="the run's output folder")
@@ -141,6 +147,12 @@ def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
     title = f"{known.model} on {known.data} (template {known.template}, {known.mode})"
     terminal_summary(None, result, title=title, report=known.output)
     return 0
+
+
+def _serve(known: argparse.Namespace, _: list[str]) -> int:
+    from grpo_lab.rollouts import serve
+
+    return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
 
 
 def _report(known: argparse.Namespace, _: list[str]) -> int:

@@ -2,7 +2,12 @@
 
 import sys
 
+from accelerate import PartialState
+
 from grpo_lab.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    code = main(["train", *sys.argv[1:]])
+    if code == 0:
+        PartialState().destroy_process_group()  # gloo's threads would race with the interpreter's end
+    sys.exit(code)

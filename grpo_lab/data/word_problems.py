@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
+from grpo_lab.data.solution_style import SolutionStyle
 from grpo_lab.data.word_problem_families import FAMILIES, NAMES, Family, Move
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def word_problems(
     *,
     largest: int = 100,
     misread: float = 0.0,
+    repeats: float = 0.0,
+    mixed: float = 0.0,
+    think: bool = False,
     system_prompt: str | None = None,
 ) -> Dataset:
     """``n`` different word problems as a data set.
@@ -99,6 +103,9 @@ def word_problems(
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event (see above). ``solution`` and the
             problems themselves do not depend on it.
+        repeats, mixed: chances that a line of ``worked_solution`` is written twice, or in Chinese
+            (``solution_style``).
+        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
         system_prompt: system turn, for template ``chat`` alone.
 
     Returns:
@@ -110,6 +117,7 @@ def word_problems(
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 problem is needed")
     form = find_template(template, system_prompt)
+    style, writer = SolutionStyle(repeats, mixed, think), random.Random(f"{seed}/{split}/writer")
     problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest, misread=misread), n))
     if len(problems) < n:
         raise ValueError(
@@ -121,7 +129,7 @@ def word_problems(
             {
                 "question": problem.question,
                 "solution": problem.solution,
-                "worked_solution": problem.worked_solution,
+                "worked_solution": style.write(problem.worked_solution, writer),
                 "family": problem.family,
                 "steps": problem.steps,
             }

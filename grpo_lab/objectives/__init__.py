@@ -10,11 +10,13 @@ from grpo_lab.objectives.aggregation import (
     fixed_budget,
     local_token_mean,
     sequence_mean,
+    sequence_sum,
     token_mean,
 )
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
+from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
 from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, preset, surrogate
 from grpo_lab.objectives.ratios import log_ratio, sampler_correction, sequence_log_ratio, token_log_ratio
@@ -30,6 +32,7 @@ __all__ = [
     "Denominators",
     "DetachedWeight",
     "KLTerm",
+    "MirrorDescent",
     "Objective",
     "Preset",
     "Reinforce",
@@ -47,6 +50,7 @@ __all__ = [
     "sampler_correction",
     "sequence_log_ratio",
     "sequence_mean",
+    "sequence_sum",
     "surrogate",
     "token_log_ratio",
     "token_mean",

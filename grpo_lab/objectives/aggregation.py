@@ -55,11 +55,20 @@ def fixed_budget(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tens
     return masked_sum(loss, mask) / (denominators.rows * denominators.budget)
 
 
+def sequence_sum(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """1/rows Σ_i Σ_t loss: the mean over completions of whole-response sums (a long response weighs as its tokens do).
+
+    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). ``fixed_budget`` without the constant budget.
+    """
+    return masked_sum(loss, mask) / denominators.rows
+
+
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
     "local_token_mean": local_token_mean,
     "fixed_budget": fixed_budget,
+    "sequence_sum": sequence_sum,
 }
 
 

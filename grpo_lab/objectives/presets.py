@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
+from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
 from grpo_lab.objectives.reinforce import Reinforce
 from grpo_lab.objectives.unclipped import Unclipped
@@ -52,6 +53,13 @@ PRESETS: dict[str, Preset] = {
         "group_zscore", "cispo", "token_mean", "MiniMax-M1, arXiv 2506.13585", paper={"epsilon_high": "undisclosed"}
     ),
     "reinforce": Preset("group_mean", "reinforce", "fixed_budget", "Williams 1992; CS336 lecture 17"),
+    "mirror_descent": Preset(
+        "group_mean",
+        "mirror_descent",
+        "sequence_sum",
+        "Kimi k1.5, arXiv 2501.12599, section 2.3.2",
+        paper={"tau": "undisclosed"},
+    ),
 }
 
 SURROGATES: dict[str, type] = {
@@ -59,6 +67,15 @@ SURROGATES: dict[str, type] = {
     "unclipped": Unclipped,
     "clipped": Clipped,
     "cispo": DetachedWeight,
+    "mirror_descent": MirrorDescent,
+}
+#: settings of ``objective`` that each surrogate reads; anything else beside it would have no effect
+KNOBS: dict[str, tuple[str, ...]] = {
+    "reinforce": (),
+    "unclipped": (),
+    "clipped": ("epsilon", "epsilon_high", "delta"),
+    "cispo": ("epsilon", "epsilon_high"),
+    "mirror_descent": ("tau",),
 }
 
 
@@ -69,8 +86,10 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def surrogate(name: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> Surrogate:
-    """The surrogate called ``name`` with TRL's clip settings; a setting that it cannot honour is refused."""
+def surrogate(
+    name: str, epsilon: float, epsilon_high: float | None, delta: float | None, tau: float | None = None
+) -> Surrogate:
+    """The surrogate called ``name`` with TRL's clip settings (or τ); a bound that it cannot honour is refused."""
     if name not in SURROGATES:
         raise ValueError(f"`surrogate` is {name!r}; it must be one of {sorted(SURROGATES)}, or a callable")
     if delta is not None and name != "clipped":
@@ -79,5 +98,7 @@ def surrogate(name: str, epsilon: float, epsilon_high: float | None, delta: floa
         return Clipped(epsilon, epsilon_high, delta)
     if name == "cispo":
         return DetachedWeight(epsilon if epsilon_high is None else epsilon_high)
+    if name == "mirror_descent" and tau is not None:
+        return MirrorDescent(tau)
     built: Surrogate = SURROGATES[name]()
     return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ class Reinforce:
     Source: Williams 1992; CS336 lecture 17 ("naive"). No ratio: correct only while the data are on-policy, so with
     ``num_iterations`` > 1 the later passes are biased (that is the method, not a bug of it).
     """
+
+    #: no importance ratio, hence no level of one
+    reads_ratio: ClassVar[bool] = False
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         return -batch.advantages * batch.logps

@@ -19,6 +19,8 @@ REWARDS = {
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
 }
+SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
+"""TRL's, built by ``grpo_lab.trainer.trl_rewards``."""
 MAX_UNPARSEABLE_GOLDS = 0.01
 
 
@@ -40,6 +42,10 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     """The reward that ``section`` names: one of ours, or ``"module:attribute"`` of a team."""
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
+    elif section.name in SHAPING:
+        from grpo_lab.trainer import trl_rewards
+
+        return _built(trl_rewards.SHAPING[section.name], section, where)
     elif ":" in section.name:
         module, _, attribute = section.name.partition(":")
         try:
@@ -47,9 +53,15 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"`{where}`: {section.name!r} cannot be loaded: {error}") from error
     else:
-        raise ValueError(f"`{where}`: unknown reward {section.name!r}; known: {sorted(REWARDS)}, or 'module:attribute'")
+        raise ValueError(
+            f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, or 'module:attribute'"
+        )
     if not isinstance(kind, type):
         return functools.partial(kind, **section.arguments) if section.arguments else kind
+    return _built(kind, section, where)
+
+
+def _built(kind: Any, section: RewardSection, where: str) -> Any:
     try:
         return kind(**section.arguments)
     except TypeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shutil
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,15 +22,20 @@ from grpo_lab.pipelines.recipe import Recipe
 
 PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
 
+#: where a rollout server is: a run may go on with another one
+ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
+
 
 def fingerprint(recipe: Recipe) -> str:
-    """Short hash of everything the recipe says; equal recipes are the same run."""
-    text = json.dumps(asdict(recipe), sort_keys=True, default=str)
+    """Short hash of everything the recipe says about the run; equal recipes are the same run."""
+    said = asdict(recipe)
+    said["arguments"] = {name: value for name, value in said["arguments"].items() if name not in ADDRESS}
+    text = json.dumps(said, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
-    """The output folder, made and marked as this run's.
+    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be resumed from.
 
     Raises:
         ValueError: the folder belongs to another run, or this run is there already and neither flag is given.
@@ -52,6 +58,13 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not resume:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
+    if overwrite:
+        start = Path(recipe.model.path or "").resolve()
+        for stale in (*folder.glob("checkpoint-*"), folder / "cold_start"):
+            if start != stale.resolve():  # what this very run starts from stays
+                shutil.rmtree(stale, ignore_errors=True)
+    if overwrite or not marker.is_file():
+        write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     (folder / "recipe.yaml").write_text(
         yaml.safe_dump(json.loads(json.dumps(asdict(recipe), default=str)), sort_keys=False)
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from rich.console import Console
 
 from grpo_lab.evaluation import EvaluationResult, evaluate, terminal_summary, write_report
@@ -29,8 +30,6 @@ class Outcome:
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outcome:
     """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes."""
-    from accelerate import PartialState
-
     config = parts.lab_config(recipe)
     state = PartialState()
     if state.is_main_process:
@@ -74,12 +73,15 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
         console.rule("cold start")
         began = time.perf_counter()
         rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
-        arguments = {"seed": config.seed, "use_cpu": config.use_cpu, "bf16": config.bf16, **recipe.cold_start.arguments}
-        model = cold_start(model, tokenizer, rows, start, arguments)
+        alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
+        arguments = {**{name: getattr(config, name) for name in alike}, **recipe.cold_start.arguments}
+        cold_start(model, tokenizer, rows, start, arguments)
         seconds["cold_start"] = round(time.perf_counter() - began, 1)
-    if config.local_process_index == 0:
+    elif config.should_save:
         model.save_pretrained(start)
+    if config.should_save:
         tokenizer.save_pretrained(start)
+    PartialState().wait_for_everyone()  # the others read what the main process has written
     return str(start)
 
 

@@ -118,7 +118,10 @@ class GroupReward(ABC):
             return group.rewards[name]
         if name in self.sources:
             prompts = [group.prompt] * len(group)
-            return list(self.sources[name](prompts=prompts, completions=group.completions, **group.columns))
+            ids = group.completion_ids  # TRL hands them to every reward
+            return list(
+                self.sources[name](prompts=prompts, completions=group.completions, completion_ids=ids, **group.columns)
+            )
         raise ValueError(
             f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. Add it to "
             f"`reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no reward the "

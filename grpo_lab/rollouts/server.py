@@ -1,7 +1,8 @@
 """A vLLM server on 127.0.0.1: its command line, its start, waiting for it, and requests that end.
 
 It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
-since weight sync needs them; they let anybody who can reach the port replace the model, so the address is fixed.
+since weight sync needs them; they let anybody who can reach the port replace the model, so the address is 127.0.0.1
+unless another one is named (`host`: between the machines of a cluster).
 
 TRL's client has retries but no time limit: a server that hangs, hangs the run. `bound_session` adds the limit;
 `server_errors` turns what is left after the retries into `ServerGone`, for the trainer to save a checkpoint on.
@@ -10,6 +11,7 @@ TRL's client has retries but no time limit: a server that hangs, hangs the run. 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import os
 import signal
@@ -18,8 +20,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +30,7 @@ from typing import Any
 from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
 
 HOST = "127.0.0.1"
+CONNECT_TIMEOUT = 10.0
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
 
 
@@ -43,14 +46,42 @@ class ServerOptions:
     port: int = 8000
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer_dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
+    host: str = HOST
 
     def __post_init__(self) -> None:
         if not 1024 <= self.port <= 65535:
             raise ValueError(f"server port must lie in 1024..65535, got {self.port}")
+        self._check_host()
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {share}")
+
+    def _check_host(self) -> None:
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ValueError(
+                f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
+            ) from None
+        if address.is_unspecified:
+            raise ValueError(
+                f"server host {self.host} means every network of this machine, and whoever reaches the port can replace the "
+                f"model: name one address in a private network that you trust, or leave the host out ({HOST})"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return ipaddress.ip_address(self.host).is_loopback
 
     @property
     def base_url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
@@ -67,7 +98,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     else:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
-    command += ["--host", HOST, "--port", str(options.port), "--seed", str(options.engine.seed)]
+    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -76,6 +107,10 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         else:
             command += [flag, str(value)]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
+    if options.tensor_parallel_size > 1:
+        command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+    if options.gpu_memory_utilization is not None:
+        command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if not on_cpu:
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return command
@@ -138,13 +173,13 @@ def end_with_parent() -> None:
 
 
 class Server:
-    """A server process that lives as long as the `with` block, its output in `log`.
+    """A server process that lives as long as the `with` block, its output in `log` (None: where this process writes).
 
     with Server(ServerOptions(model="…", port=8123), log=Path("server.log")) as server:
         ... server.options.base_url ...
     """
 
-    def __init__(self, options: ServerOptions, *, log: Path, start_timeout: float = 300.0) -> None:
+    def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options
         self.log = log
         self.start_timeout = start_timeout
@@ -153,7 +188,7 @@ class Server:
     def start(self) -> Server:
         """Start the process and wait until it is healthy."""
         command = server_command(self.options, on_cpu=runs_on_cpu())
-        with self.log.open("wb") as output:
+        with nullcontext() if self.log is None else self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 env=server_environment(),
@@ -197,24 +232,33 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
     A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
     into the limit: the same work would run into it again. Completions that are drawn twice harm nothing.
-    Longest wait of one call: `timeout` + backoff * (2^retries - 1) seconds.
+    Longest wait of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
+    seconds; of one that is never answered: `timeout`.
     """
     from requests.adapters import HTTPAdapter
+    from urllib3.exceptions import ReadTimeoutError
     from urllib3.util.retry import Retry
+
+    class NotAfterTimeout(Retry):
+        def increment(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs.get("error"), ReadTimeoutError):
+                raise kwargs["error"]
+            return super().increment(*args, **kwargs)
 
     class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
         def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("timeout") is None:
-                kwargs["timeout"] = timeout
+                kwargs["timeout"] = (min(timeout, CONNECT_TIMEOUT), timeout)
             return super().send(request, *args, **kwargs)
 
-    policy = Retry(
+    policy = NotAfterTimeout(
         total=retries,
         connect=retries,
         read=retries,
         status=retries,
         status_forcelist=[500, 502, 503],
         backoff_factor=backoff,
+        raise_on_status=False,  # the last answer says more than "too many 500 error responses"
         allowed_methods=["GET", "POST"],
     )
     adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
@@ -228,13 +272,22 @@ def server_errors(base_url: str) -> Iterator[None]:
     """Turn what a request fails with for good into ServerGone, whose message says what to do."""
     import requests
 
+    start = time.monotonic()
     try:
         yield
-    except (requests.exceptions.ConnectionError, requests.exceptions.RetryError, requests.exceptions.Timeout) as error:
+    except (
+        requests.exceptions.ConnectionError,
+        requests.exceptions.ChunkedEncodingError,  # it went in the middle of its answer
+        requests.exceptions.RetryError,
+        requests.exceptions.Timeout,
+    ) as error:
         state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
+        limit = (
+            " (limit: `rollout.server.request_timeout`)" if isinstance(error, requests.exceptions.ReadTimeout) else ""
+        )
         raise ServerGone(
-            f"the vLLM server at {base_url} failed a request for good ({type(error).__name__}: {error}); it {state}. "
-            "Start it again and resume from the last checkpoint"
+            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
+            f"retries ({type(error).__name__}: {error}); it {state}{limit}"
         ) from error
 
 
@@ -245,13 +298,3 @@ def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -
     if response.status_code != 200:
         raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
     return response.json()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`python -m grpo_lab.rollouts.server MODEL [PORT]`: serve in the foreground until interrupted."""
-    options = ServerOptions(model=arguments[0], port=int(arguments[1]) if len(arguments) > 1 else 8000)
-    return subprocess.call(server_command(options, on_cpu=runs_on_cpu()), env=server_environment())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

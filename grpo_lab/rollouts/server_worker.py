@@ -33,6 +33,13 @@ class WeightLoading:
         worker.grpo_lab_version = version
         return {**dataclasses.asdict(report), "version": version}
 
+    def grpo_lab_sees(self, folder: str) -> dict[str, Any]:
+        """Whether a folder of the trainer's shared memory exists on this side."""
+        try:
+            return {"sees": trusted_folder(folder).is_dir()}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
     def grpo_lab_weights_version(self) -> dict[str, Any]:
         """The version of the last complete load, "" for a worker that has its weights from the disk."""
         return {"version": getattr(self, "grpo_lab_version", "")}

@@ -129,19 +129,20 @@ class ThinkingBudget:
 
 
 def budgeted_generate(
-    prompt_ids: Sequence[Sequence[int]], generate: Generate, settings: ThinkingBudget
+    prompt_ids: Sequence[Sequence[int]], generate: Generate, settings: ThinkingBudget, *, in_step: bool = False
 ) -> list[BudgetedCompletion]:
     """Complete every prompt under the budget: one call of `generate` for the first phase, at most two for the second.
 
     `generate` may return completions shorter than asked for where they ended with an end-of-text token. Equal
-    neighbouring prompts stay neighbours, so that an engine can fold them.
+    neighbouring prompts stay neighbours, so that an engine can fold them. With `in_step` all three calls are made,
+    also for no rows: ranks that generate together must call together, and which rows go on differs between them.
     """
     prompts = [list(ids) for ids in prompt_ids]
-    first, first_logprobs = _first_phase(prompts, generate, settings)
+    first, first_logprobs = _first_phase(prompts, generate, settings, in_step)
     cut = [settings.must_cut(prompt, ids) for prompt, ids in zip(prompts, first, strict=True)]
     kept = [ids + list(settings.stop_ids) if is_cut else ids for ids, is_cut in zip(first, cut, strict=True)]
     going_on = [row for row, ids in enumerate(first) if not settings.is_finished(ids, settings.budget)]
-    second, second_logprobs = _second_phase(prompts, kept, going_on, generate, settings)
+    second, second_logprobs = _second_phase(prompts, kept, going_on, generate, settings, in_step)
 
     completions = []
     for row, ids in enumerate(first):
@@ -156,10 +157,10 @@ def budgeted_generate(
 
 
 def _first_phase(
-    prompts: list[list[int]], generate: Generate, settings: ThinkingBudget
+    prompts: list[list[int]], generate: Generate, settings: ThinkingBudget, in_step: bool
 ) -> tuple[list[list[int]], list[list[float]] | None]:
     """At most `budget` tokens for each prompt; nothing is generated under a budget of 0."""
-    if settings.budget == 0 or not prompts:
+    if settings.budget == 0 or not (prompts or in_step):
         return [[] for _ in prompts], [[] for _ in prompts]
     ids, logprobs = generate(prompts, settings.budget)
     _check_lengths(ids, logprobs, len(prompts), settings.budget)
@@ -172,13 +173,14 @@ def _second_phase(
     rows: list[int],
     generate: Generate,
     settings: ThinkingBudget,
+    in_step: bool,
 ) -> tuple[dict[int, list[int]], dict[int, list[float]] | None]:
-    """Continue the unfinished rows, each within what it has left: one call per length that is left (at most two)."""
+    """Continue the unfinished rows, each within what it has left: a call for the cut rows and one for the others."""
     ids_by_row: dict[int, list[int]] = {}
     logprobs_by_row: dict[int, list[float]] | None = {}
-    for room in sorted({settings.max_completion_length - len(kept[row]) for row in rows}):
+    for room in (settings.answer_room, settings.answer_room + len(settings.stop_ids)):
         chosen = [row for row in rows if settings.max_completion_length - len(kept[row]) == room]
-        if room < 1:
+        if not (chosen or in_step):
             continue
         ids, logprobs = generate([prompts[row] + kept[row] for row in chosen], room)
         _check_lengths(ids, logprobs, len(chosen), room)

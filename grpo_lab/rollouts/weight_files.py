@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,22 @@ class WeightCourier:
 
     def __init__(self, post: Callable[[str, Mapping[str, Any]], Any]) -> None:
         self._post = post
-        self._version = 0
+        self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
+        self._pushes = 0
+        self._version = ""
+
+    def try_shared_memory(self) -> None:
+        """ValueError where the server's workers do not see this process's shared memory."""
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
+        try:
+            reports = self._call("grpo_lab_sees", folder=str(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not all(report.get("sees") is True for report in reports):
+            raise ValueError(
+                f"the server's workers do not see {SHARED_MEMORY} of this process ({reports}): trainer and server must run "
+                "on one machine, and in one container"
+            )
 
     def push(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
         """Load a full stream of parameters into every worker of the server -> the workers' reports.
@@ -75,8 +91,9 @@ class WeightCourier:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
         try:
             tensors = write_shards(named_params, folder)
-            version = self._version + 1
-            reports = self._call("grpo_lab_load_weights", folder=str(folder), version=str(version))
+            self._pushes += 1
+            version = f"{self._name}-{self._pushes}"
+            reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         for report in reports:
@@ -88,9 +105,12 @@ class WeightCourier:
         return reports
 
     def is_current(self) -> bool:
-        """True where the server holds the weights of the last `push`; False after a restart behind the same address."""
-        return self._version > 0 and all(
-            report.get("version") == str(self._version) for report in self._call("grpo_lab_weights_version")
+        """True where the server holds the weights of the last `push`.
+
+        False before the first, after a restart behind the same address, and where another run pushed its own.
+        """
+        return self._version != "" and all(
+            report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
 
     def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lab.advantages import AdvantageRule, advantage_rule
-from grpo_lab.objectives import Aggregation, KLTerm, Objective, Surrogate, aggregation, preset, surrogate
+from grpo_lab.objectives import SURROGATES, Aggregation, KLTerm, Objective, Surrogate, aggregation, preset, surrogate
+from grpo_lab.objectives.presets import KNOBS
 from grpo_lab.objectives.ratios import RATIO_LEVELS
 from grpo_lab.trainer.settings import AdvantageSettings, KLSettings, LabSettings, ObjectiveSettings, load_object
 
@@ -70,7 +71,8 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     epsilon = args.epsilon if chosen.epsilon is None else chosen.epsilon
     epsilon_high = args.epsilon_high if chosen.epsilon_high is None else chosen.epsilon_high
     delta = args.delta if chosen.delta is None else chosen.delta
-    push = _surrogate(chosen.surrogate or row.surrogate, epsilon, epsilon_high, delta)
+    _refuse_idle(chosen, chosen.surrogate or row.surrogate)
+    push = _surrogate(chosen.surrogate or row.surrogate, epsilon, epsilon_high, delta, chosen.tau)
     average = _aggregation(chosen.aggregation or row.aggregation)
     rule, rule_name = _advantage(settings.advantage, chosen.advantage or row.advantage)
     kl = _kl_term(args, settings.kl)
@@ -143,10 +145,29 @@ def _ratio(level: str, setting: str) -> str:
     return level
 
 
-def _surrogate(chosen: Any, epsilon: float, epsilon_high: float | None, delta: float | None) -> Surrogate:
+def _refuse_idle(chosen: ObjectiveSettings, kind: Any) -> None:
+    """A knob that the surrogate does not read is an error, not silence."""
+    known = KNOBS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        if chosen.tau is not None:
+            raise ValueError(f"`objective.tau` has no effect on the surrogate {name_of(kind)!r}; set it there")
+        return
+    for name in ("epsilon", "epsilon_high", "delta", "tau"):
+        if getattr(chosen, name) is not None and name not in known:
+            raise ValueError(
+                f"`objective.{name}`={getattr(chosen, name)} has no effect on the surrogate {kind!r}, which reads "
+                f"{list(known) or 'none of these settings'}; leave it out"
+            )
+    if chosen.ratio is not None and not getattr(SURROGATES[kind], "reads_ratio", True):
+        raise ValueError(f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {kind!r}; leave it out")
+
+
+def _surrogate(
+    chosen: Any, epsilon: float, epsilon_high: float | None, delta: float | None, tau: float | None = None
+) -> Surrogate:
     if isinstance(chosen, str):
         if ":" not in chosen:
-            return surrogate(chosen, epsilon, epsilon_high, delta)
+            return surrogate(chosen, epsilon, epsilon_high, delta, tau)
         chosen = load_object(chosen, "surrogate")
     return _callable(chosen, "surrogate")
 

@@ -18,8 +18,10 @@ def cold_start(
     output_dir: Path,
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
-) -> Any:
-    """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Returns the model.
+) -> None:
+    """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Saved to ``output_dir``.
+
+    The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
 
     Raises:
         ValueError: no column ``worked_solution``, or an unknown setting of ``trl.SFTConfig`` (with the nearest match).
@@ -54,7 +56,7 @@ def supervised(
         callbacks=callbacks,
     )
     trainer.train()
-    return trainer.accelerator.unwrap_model(trainer.model)
+    trainer.save_model(str(output_dir))
 
 
 def _as_pair(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,15 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_lab.objectives import preset
-from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, algorithm_from
+from grpo_lab.objectives import MirrorDescent, preset
+from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, Algorithm, algorithm_from
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
 from grpo_lab.trainer.sampler_seam import check_sampler
+from grpo_lab.trainer.sampling_correction import check_sampling_correction
 from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
+from grpo_lab.trainer.thinking_seam import check_thinking
+from grpo_lab.trainer.weight_schedules import reward_schedules
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
 NOT_HONOURED: tuple[str, ...] = (
@@ -40,14 +43,20 @@ class LabConfig(GRPOConfig):
     """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
 
     Args:
-        objective: name of a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``) or a
-            mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, epsilon: …, …}``. ``None``: TRL's own ``loss_type``,
+        objective: name of a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``,
+            ``mirror_descent``) or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, epsilon: …, …}``. ``None``: TRL's own ``loss_type``,
             ``scale_rewards``, ``importance_sampling_level`` … are in force.
         advantage: name of a rule, or a mapping ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
-            the engine's options, with ``use_vllm``.
+            the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
+            ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with any engine.
+        reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number or
+            ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry in
+            ``reward_weights``; logged as ``reward_weights/<name>``.
+        reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
+            class declares (``KimiTrainer``: yes; else no).
         sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
             pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
@@ -65,7 +74,16 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
     )
     rollout: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "How completions are made: mapping with verify_every, tolerance, engine."}
+        default=None,
+        metadata={
+            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, budget_text."
+        },
+    )
+    reward_schedules: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Reward name to schedule of its weight over optimizer steps."}
+    )
+    reset_optimizer: bool | None = field(
+        default=None, metadata={"help": "Empty the optimizer's state after every generation batch."}
     )
     sampler: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
@@ -95,9 +113,11 @@ class LabConfig(GRPOConfig):
             agree_with_trl(self, settings)
         if settings.kl is not None:
             self._agree_on_beta(settings)
-        rollout_settings(self.rollout, self.use_vllm)
+        check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
+        check_sampling_correction(self)
         check_sampler(self)
-        algorithm_from(self, settings)  # raises on a wrong name now rather than after the model is loaded
+        reward_schedules(self.reward_schedules)
+        refuse_token_weights(self, algorithm_from(self, settings))  # a wrong name raises before the model is loaded
 
     @property
     def lab_settings(self) -> LabSettings:
@@ -152,6 +172,17 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
         ours = getattr(chosen, name)
         if ours is not None:
             _same(args, name, ours, f"objective.{name}", ours)
+
+
+def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
+    """Whole responses are weighed as a whole."""
+    whole = algorithm.objective is not None and isinstance(algorithm.objective.surrogate, MirrorDescent)
+    mode = args.vllm_importance_sampling_mode
+    if whole and args.use_vllm and args.vllm_importance_sampling_correction and mode.startswith("token"):
+        raise ValueError(
+            f"`vllm_importance_sampling_mode` is {mode!r}, and mirror descent is about whole responses: use "
+            "'sequence_mask' (TRL's default) or 'sequence_truncate', or switch `vllm_importance_sampling_correction` off"
+        )
 
 
 def _same(args: Any, name: str, expected: Any, ours: str, value: Any) -> None:

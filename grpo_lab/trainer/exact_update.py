@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
 from grpo_lab.trainer.metrics import LeftOut
+from grpo_lab.trainer.model_conditions import (
+    RandomnessWatch,
+    dropout_rate,
+    keeps_positions,
+    layer_drop_rate,
+    mixes_rows,
+    router_noise,
+)
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.token_metrics import record_skipped
 from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
@@ -32,8 +40,6 @@ from grpo_lab.update import (
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
-
-_SCALED_POSITIONS = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -78,31 +84,17 @@ def _conditions(trainer: LabTrainer, multimodal: bool) -> LiveConditions:
         adaptive_entropy=args.use_adaptive_entropy,
         entropy_quantile=args.top_entropy_quantile,
         moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
-        dropout=_active_dropout(model),
+        dropout=dropout_rate(model),
+        layer_drop=layer_drop_rate(model),
+        router_noise=router_noise(model),
+        random_forward=trainer.exact_update.saw_randomness,
         embedding_noise=args.neftune_noise_alpha or 0.0,
-        batch_dependent_layers=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
-        shift_invariant_positions=_keeps_positions(model),
+        batch_dependent_layers=mixes_rows(model, trainer.accelerator.mixed_precision),
+        shift_invariant_positions=keeps_positions(model),
         local_denominator=_is_local(objective),
         off_policy_mask_per_row=True,
         multimodal=multimodal,
     )
-
-
-def _active_dropout(model: nn.Module) -> float:
-    rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    rates += [
-        float(getattr(m, "attention_dropout", 0.0) or 0.0) for m in model.modules() if not isinstance(m, nn.Dropout)
-    ]
-    return max([float(rate) for rate in rates if isinstance(rate, (int, float))], default=0.0)
-
-
-def _keeps_positions(model: nn.Module) -> bool:
-    """Bins hand in the positions that stock would have used; only scaling by the *longest* position still differs."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [rope.get("rope_type")] + [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
-    return not any(kind in _SCALED_POSITIONS for kind in kinds)
 
 
 class ExactUpdate:
@@ -113,6 +105,8 @@ class ExactUpdate:
         self._window: list[dict[str, Any]] = []
         self._said: set[str] = set()
         self._verdict: Verdict | None = None
+        self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
+        self.saw_randomness = False
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
@@ -163,7 +157,18 @@ class ExactUpdate:
         last_batch, last = self._bin_loss(model, table.bin(bins[-1]), denominators)
         self._record_skipped(plan, table, last_batch, denominators)
         self._record(plan, table, window)
+        self._look_for_randomness()
         return last + done
+
+    def _look_for_randomness(self) -> None:
+        """After the first step: a forward that drew random numbers, for whatever reason, keeps TRL's batches from now on."""
+        if self._watch is None:
+            return
+        self.saw_randomness = self._watch.drawn_anywhere(self.trainer.accelerator)
+        self._watch = None
+        if self.saw_randomness:
+            self._verdict = verdict(self.trainer)
+            self._say(self._verdict)
 
     def _tokens(self, window: list[dict[str, Any]]) -> Tensor | float:
         """TRL's token denominator where one generation batch made the whole step (one tensor, summed before dividing)."""
@@ -181,7 +186,11 @@ class ExactUpdate:
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
+        if self._watch is not None:
+            self._watch.start()
         batch = self._forward(model, rows)
+        if self._watch is not None:
+            self._watch.stop()
         objective = self.trainer.algorithm.objective
         assert objective is not None
         counted = denominators

@@ -25,7 +25,8 @@ from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics
-from grpo_lab.trainer.named_parts import with_class_parts
+from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.resample import Resampler, check_resample
 from grpo_lab.trainer.reward_table import (
     Scored,
@@ -39,7 +40,11 @@ from grpo_lab.trainer.reward_table import (
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
 from grpo_lab.trainer.sampler_seam import SamplerSeam, row_numbers, sampler_settings, with_row_numbers
+from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
+from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
+from grpo_lab.trainer.thinking_seam import thinking_rollout
 from grpo_lab.trainer.token_metrics import record_tokens
+from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
 logger = logging.getLogger("grpo_lab")
 
@@ -63,7 +68,9 @@ class LabTrainer(GRPOTrainer):
     advantage: ClassVar[Any] = None
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
+    reset_optimizer: ClassVar[bool] = False
 
+    @trl_bridge.reference_model_in_full()
     def __init__(
         self,
         model: Any,
@@ -82,6 +89,7 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
+        reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
         check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
@@ -90,9 +98,10 @@ class LabTrainer(GRPOTrainer):
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
+        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
+        check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
         train_dataset = with_row_numbers(sampling, train_dataset, reward_funcs)
-        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm)
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
             super().__init__(
                 model=model,
@@ -110,11 +119,21 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self.rollout_func = thinking_rollout(self, rollout, environment_factory)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)
+        self._weight_schedules = WeightSchedules(self, reward_schedules(args.reward_schedules))
+        self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
+        if self._optimizer_reset is not None:
+            self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
         self._sampling = SamplerSeam(self, sampling)
         self._prove()
+
+    @classmethod
+    def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        """The rewards in force, from what the caller gave; a named trainer adds what belongs to its algorithm."""
+        return given
 
     # -- public hooks ------------------------------------------------------------------------------------------------
 
@@ -162,7 +181,7 @@ class LabTrainer(GRPOTrainer):
         generated = super()._generate_single_turn(
             prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
-        if self.use_vllm and self.vllm_mode == "colocate" and self.model.training and self._sync_proof.is_due():
+        if self.use_vllm and self.model.training and self._sync_proof.is_due():
             self._sync_proof.prove(prompt_ids)
         return generated
 
@@ -187,13 +206,17 @@ class LabTrainer(GRPOTrainer):
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = self._generate_and_score(inputs)
-        if self.model.training and self.lab_settings.update.dead_groups == "resample":
-            return self._resampler.fill(output, self._generate_and_score)
-        return output
+        with checkpoint_if_server_gone(self):
+            output = self._generate_and_score(inputs)
+            if self.model.training and self.lab_settings.update.dead_groups == "resample":
+                return self._resampler.fill(output, self._generate_and_score)
+            return output
 
     def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
         """One generation batch: TRL's completions and rewards, our advantages."""
+        self._weight_schedules.apply()
+        if self._optimizer_reset is not None and self.model.training:
+            self._optimizer_reset.before_generation()
         misaligned, corrected = trl_bridge.wants_old_log_probs(self)
         deferred = corrected and not misaligned and self.model.training and verdict(self).stock is None
         with trl_bridge.policy_forward_deferred(self) if deferred else contextlib.nullcontext():
@@ -201,9 +224,14 @@ class LabTrainer(GRPOTrainer):
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()
+        if corrected:
+            local = slice(*(len(inputs) * (self.accelerator.process_index + k) for k in (0, 1)))
+            output["length_quartile"] = length_quartiles(scored.lengths)[local]
         if deferred:
             del output["old_per_token_logps"], output["importance_sampling_ratio"]
             trl_bridge.forget_metrics(self, mode, "sampling/")
+        elif corrected:
+            record_by_length(self, output, _loss_mask(output), mode)
         self._set_advantages(output, scored.table)
         self._record_rewards(scored, mode)
         return output
@@ -395,12 +423,20 @@ class LabTrainer(GRPOTrainer):
             said.add(key or message)
             logger.log(level, message)
 
+    @property
+    def exact_update(self) -> ExactUpdate:
+        """What collects micro-batches and runs them in bins."""
+        return self._update
+
     def _prove(self) -> None:
         if self.algorithm.objective is None:
             self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING)
         else:
             own_hook = type(self).token_loss is not LabTrainer.token_loss
             self.say(prove_loss(self.token_loss, self.algorithm.objective, own_hook))
+            idle = idle_pull(self)
+            if idle is not None:
+                self.say(idle, level=logging.WARNING)
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.objectives import AGGREGATIONS, Clipped, DetachedWeight, Objective, Reinforce, Unclipped, log_ratio
+from grpo_lab.objectives import (
+    AGGREGATIONS,
+    Clipped,
+    DetachedWeight,
+    MirrorDescent,
+    Objective,
+    Reinforce,
+    Unclipped,
+    log_ratio,
+)
 
 TokenLoss = Callable[[TokenBatch], Tensor]
 _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
@@ -110,7 +119,7 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
     """The formula over single floats, by loops; ``None`` for a surrogate or aggregation that is not ours."""
     names = {function: name for name, function in AGGREGATIONS.items()}
     if (
-        type(objective.surrogate) not in (Clipped, DetachedWeight, Reinforce, Unclipped)
+        type(objective.surrogate) not in (Clipped, DetachedWeight, MirrorDescent, Reinforce, Unclipped)
         or objective.aggregate not in names
     ):
         return None
@@ -129,12 +138,15 @@ def _literal_row(
     objective: Objective, logp: list[float], old: list[float], ref: list[float], advantage: float
 ) -> list[float]:
     steps = [new - was for new, was in zip(logp, old, strict=True)]
+    moved = list(steps)
     if objective.ratio == "sequence":
         steps = [sum(steps) / len(steps)] * len(steps)
     losses = []
     for t, step in enumerate(steps):
         ratio = math.exp(step)
         loss = _literal_surrogate(objective.surrogate, ratio, advantage, logp[t])
+        if isinstance(objective.surrogate, MirrorDescent):
+            loss = -advantage * logp[t] + objective.surrogate.tau / 2 * sum(moved) * moved[t]
         kl = objective.kl_in_loss
         if kl is not None:
             x = ref[t] - logp[t]
@@ -151,6 +163,8 @@ def _literal_surrogate(surrogate: object, ratio: float, advantage: float, logp: 
         return -ratio * advantage
     if isinstance(surrogate, DetachedWeight):
         return -min(ratio, surrogate.bound) * advantage * logp
+    if isinstance(surrogate, MirrorDescent):
+        return math.nan  # needs the whole response: the caller writes it out
     assert isinstance(surrogate, Clipped)
     clipped = min(max(ratio, 1 - surrogate.epsilon_low), 1 + surrogate.high)
     bounded = ratio if surrogate.delta is None else min(ratio, surrogate.delta)
@@ -166,4 +180,6 @@ def _literal_mean(name: str, rows: list[list[float]]) -> float:
         return total / float(d.tokens)
     if name == "local_token_mean":
         return total / count / d.micro_batches
+    if name == "sequence_sum":
+        return total / d.rows
     return total / (d.rows * d.budget)

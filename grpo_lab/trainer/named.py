@@ -1,11 +1,78 @@
-"""Named trainers: declarations of a few lines."""
+"""Named trainers: declarations of a few lines. A declared reward is added where the caller did not bring it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from grpo_lab.rewards import (
+    AccuracyReward,
+    KimiLengthReward,
+    LanguageConsistencyReward,
+    ThinkFormatReward,
+)
+from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.trainer.lab_trainer import LabTrainer
+from grpo_lab.trainer.reward_table import reward_name
 
 
 class DrGRPOTrainer(LabTrainer):
     """Dr.GRPO (arXiv 2503.20783): no division by the standard deviation, and a constant normaliser."""
 
     objective = "dr_grpo"
+
+
+class KimiTrainer(LabTrainer):
+    """Kimi k1.5 (arXiv 2501.12599): mirror descent with an optimizer reset, and the length reward after a warm-up.
+
+    ``reward_funcs`` unset: accuracy. The length reward is added to what is given, unless a ``KimiLengthReward`` is among
+    it; its correctness comes from ``accuracy_reward``, or from the only reward given. Weight, warm-up and τ are
+    undisclosed, so these are ours; τ is ``objective={"name": "mirror_descent", "tau": …}``. An iteration is a generation
+    batch: give it several updates with ``steps_per_generation`` or ``num_iterations``.
+    """
+
+    objective = "mirror_descent"
+    reset_optimizer = True
+    #: added with this weight after this many optimizer steps without it
+    length_weight: ClassVar[float | Mapping[str, Any] | Schedule] = 0.5
+    length_warmup_steps: ClassVar[int] = 100
+
+    @classmethod
+    def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        given = given or [AccuracyReward()]
+        if any(isinstance(reward, KimiLengthReward) for reward in given):
+            return given
+        added = KimiLengthReward(cls.length_weight, cls.length_warmup_steps, correctness=_correctness_among(given))
+        return [*given, added]
+
+
+class R1ZeroTrainer(LabTrainer):
+    """DeepSeek-R1-Zero (arXiv 2501.12948): GRPO with accuracy and format rewards of equal weight.
+
+    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format. R1 adds the language-consistency reward in its first
+    RL stage: set ``language`` in a subclass (``"en"``, or ``"prompt"`` for the prompt's language), or pass
+    ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001, temperature 1, 16 completions a question,
+    32 questions a step, reference replaced every 400 steps (TRL: ``sync_ref_model``, ``ref_model_sync_steps``).
+    """
+
+    objective = "grpo"
+    #: target of the language-consistency reward; ``None``: not used, as in R1-Zero
+    language: ClassVar[str | None] = None
+
+    @classmethod
+    def declared_rewards(cls, given: list[Any]) -> list[Any]:
+        given = given or [AccuracyReward(), ThinkFormatReward()]
+        if cls.language is None or any(isinstance(reward, LanguageConsistencyReward) for reward in given):
+            return given
+        return [*given, LanguageConsistencyReward(target=cls.language)]
+
+
+def _correctness_among(rewards: list[Any]) -> str:
+    """The name of the reward that says what is correct."""
+    judges = [r for r in rewards if getattr(r, "measures_correctness", False) or reward_name(r) == "accuracy_reward"]
+    if len(judges) == 1 or (not judges and len(rewards) == 1):
+        return reward_name((judges or rewards)[0])
+    raise ValueError(
+        f"KimiTrainer cannot tell which of the rewards {[reward_name(r) for r in rewards]} says what is correct; pass "
+        "KimiLengthReward(weight=…, correctness='<its name>') among `reward_funcs`"
+    )

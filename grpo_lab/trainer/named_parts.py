@@ -36,12 +36,23 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
                     f"`{cls.__name__}.{name}` and `objective.{name}` are both set and differ; leave one out"
                 )
             objective[name] = _bound(part)
-    if objective is config.objective and advantage is config.advantage:
+    reset = cls.reset_optimizer if config.reset_optimizer is None else config.reset_optimizer
+    if objective is config.objective and advantage is config.advantage and reset is config.reset_optimizer:
         return config
     config = copy.copy(config)
-    config.objective, config.advantage = objective, advantage
+    config.objective, config.advantage, config.reset_optimizer = objective, advantage, reset
     config.agree()
     return config
+
+
+def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
+    """The rewards in force: what the caller gave, completed by what ``cls`` declares; new ones have weight 1."""
+    given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    rewards = cls.declared_rewards(given)
+    if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
+        args = copy.copy(args)
+        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - len(given))]
+    return rewards, args
 
 
 def _merged(cls: Any, name: str, configured: Any) -> Any:

@@ -49,12 +49,13 @@ class ObjectiveSettings:
     """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
 
     Args:
-        name: a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``).
+        name: a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``, ``mirror_descent``).
         advantage: overrides the preset's advantage rule.
         ratio: ``token`` or ``sequence``.
-        surrogate: a name (``reinforce``, ``unclipped``, ``clipped``, ``cispo``), ``"module:attribute"`` or a callable.
+        surrogate: a name (``reinforce``, ``unclipped``, ``clipped``, ``cispo``, ``mirror_descent``), ``"module:attribute"`` or a callable.
         aggregation: a name, ``"module:attribute"`` or a callable.
         epsilon, epsilon_high, delta: as TRL's flat settings of these names.
+        tau: pull towards the policy that made the responses, of ``mirror_descent``.
     """
 
     name: str | None = None
@@ -65,6 +66,7 @@ class ObjectiveSettings:
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
+    tau: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.trainer.metrics import EXTREMES, NOTHING, LeftOut, MetricBook, add_extreme_metric, add_token_metric
+from grpo_lab.trainer.sampling_correction import add_by_length
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
@@ -40,6 +41,7 @@ def _record_sampler(
         return  # TRL made and logged it
     assert batch.sampler_weights is not None
     weights, mask = batch.sampler_weights, batch.mask
+    add_by_length(book, trainer, weights, mask, batch.extras["length_quartile"])
     if slots is not None:  # TRL measures a generation batch at a time
         slots = slots // (trainer.args.steps_per_generation * trainer.num_iterations)
     gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -209,6 +210,31 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
     if trainer.accelerator.distributed_type != "DEEPSPEED":
         stack.enter_context(trainer.accelerator.no_sync(model=model))
     return stack
+
+
+@contextlib.contextmanager
+def reference_model_in_full() -> Iterator[None]:
+    """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
+
+    With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves zeros on the
+    others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself and does not, so that
+    with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
+    """
+    from trl.trainer import grpo_trainer
+
+    original = grpo_trainer.prepare_fsdp
+
+    @functools.wraps(original)
+    def in_full(model: Any, accelerator: Any) -> Any:
+        if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                whole = tensor.detach().to(accelerator.device)
+                torch.distributed.broadcast(whole, src=0)
+                tensor.data.copy_(whole)
+        return original(model, accelerator)
+
+    with replaced(grpo_trainer, "prepare_fsdp", in_full):
+        yield
 
 
 def forget_metrics(trainer: Any, mode: str, prefix: str) -> None:

@@ -144,14 +144,18 @@ def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints
     sizes = footprints(lengths, starts)
     live = np.add.reduceat(lengths, starts)
     order = np.argsort(-sizes, kind="stable")
+    if num_ranks == 1:
+        return np.argsort(order), np.zeros(starts.size, dtype=np.int64)
+    round_of = np.arange(starts.size) // num_ranks  # of the bins in this order
+    order = order[np.lexsort((-live[order], round_of))]  # within a round the bin with the most live tokens first
     rounds = np.empty(starts.size, dtype=np.int64)
     ranks = np.empty(starts.size, dtype=np.int64)
+    rounds[order] = round_of
     load = np.zeros(num_ranks, dtype=np.int64)
-    for k, first in enumerate(range(0, starts.size, num_ranks)):
+    for first in range(0, starts.size, num_ranks):
         together = order[first : first + num_ranks]
-        together = together[np.argsort(-live[together], kind="stable")]
-        lightest = np.argsort(load, kind="stable")[: together.size]
-        rounds[together], ranks[together] = k, lightest
+        lightest = load.argsort(kind="stable")[: together.size]
+        ranks[together] = lightest
         load[lightest] += live[together]
     return rounds, ranks
 

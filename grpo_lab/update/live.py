@@ -33,6 +33,9 @@ class LiveConditions:
         entropy_quantile: `top_entropy_quantile`; below 1 its threshold is a quantile over the micro-batch's tokens.
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model, 0 = none or dense model.
         dropout: largest drop probability that is active in training mode (model and LoRA), 0 = none.
+        layer_drop: largest probability of skipping a whole layer in training (`layerdrop`), 0 = none.
+        router_noise: noise on the experts' or router's inputs in training (`router_jitter_noise`), 0 = none.
+        random_forward: the training forward was seen to draw random numbers, for whatever reason.
         embedding_noise: `neftune_noise_alpha`, 0 = none.
         batch_dependent_layers: batch norm, expert capacity, activation scales per batch, …
         shift_invariant_positions: a row's log-probs do not depend on how far it is padded, up to rounding. True for plain
@@ -51,6 +54,9 @@ class LiveConditions:
     entropy_quantile: float
     moe_aux_loss: float
     dropout: float
+    layer_drop: float
+    router_noise: float
+    random_forward: bool
     embedding_noise: float
     batch_dependent_layers: bool
     shift_invariant_positions: bool
@@ -98,6 +104,20 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
             c.dropout > 0,
             f"dropout is active (p={c.dropout}; disable_dropout=True and lora_dropout=0 switch it off), so the random "
             "masks depend on the layout of the micro-batches",
+        ),
+        (
+            c.layer_drop > 0,
+            f"layers are skipped at random (layerdrop={c.layer_drop} in the model's config), and which ones is drawn "
+            "anew for each micro-batch",
+        ),
+        (
+            c.router_noise > 0,
+            f"noise is added in the experts' routing (router_jitter_noise={c.router_noise} in the model's config), and it "
+            "depends on the layout of the micro-batches",
+        ),
+        (
+            c.random_forward,
+            "the model's forward drew random numbers in the first step, so it depends on the layout of the micro-batches",
         ),
         (
             c.embedding_noise != 0,

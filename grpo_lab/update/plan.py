@@ -169,9 +169,11 @@ def _lay_out(
     live = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(live, ranks[bin_of], lengths)
     bins: list[list[list[int]]] = [[[] for _ in range(tokens.shape[1])] for _ in range(num_ranks)]
-    by_bin = table[np.argsort(bin_of, kind="stable")]  # stable: within a bin the longest row stays first
-    for b, members in enumerate(np.split(by_bin, np.cumsum(counts)[:-1])):
-        bins[int(ranks[b])][int(rounds[b])] = members.tolist()
+    by_bin = table[np.argsort(bin_of, kind="stable")].tolist()  # stable: within a bin the longest row stays first
+    ends = np.cumsum(counts)
+    places = zip(ranks.tolist(), rounds.tolist(), (ends - counts).tolist(), ends.tolist())
+    for rank, k, start, end in places:
+        bins[rank][k] = by_bin[start:end]
     return Plan(
         bins=bins,
         tokens_live=int(lengths.sum()),

@@ -36,6 +36,7 @@ ROWS: dict[str, Row] = {
     "token_mean": Row(reads=("tokens",)),
     "local_token_mean": Row(cut_matters=True, reads=("micro_batches",)),
     "fixed_budget": Row(reads=("rows", "budget")),
+    "sequence_sum": Row(reads=("rows",)),
 }
 
 

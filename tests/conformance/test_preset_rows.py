@@ -21,6 +21,8 @@ from reference.cases import DENOMINATORS, FOUR, oracle_rows, padded, random_batc
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 HIGH = {"dapo": 0.28, "cispo": 5.0}
 """Authors' ``epsilon_high`` where the family's default would not do."""
+PULLS = {"mirror_descent"}
+"""Presets that act where the advantage is 0, too."""
 KLS = [None, KLTerm(0.3, "k2"), KLTerm(0.3, "k3", ratio_weighted=True)]
 
 
@@ -117,6 +119,8 @@ def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: K
 
 
 def test_a_dead_group_has_exactly_no_gradient_unless_a_kl_acts_on_it(name: str) -> None:
+    if name in PULLS:
+        pytest.skip("pulls on every row")
     batch = batch_from_rewards(name, REWARDS)
     assert (gradient_of(objective(name), batch)[1][2:4] == 0).all()
     batch = batch_from_rewards(name, REWARDS)
@@ -128,6 +132,8 @@ def test_an_unscorable_completion_has_exactly_no_gradient(name: str) -> None:
     rewards[5] = math.nan
     gradient = gradient_of(objective(name), batch_from_rewards(name, rewards))[1]
     assert gradient.isfinite().all()
+    if name in PULLS:
+        return
     assert (gradient[5] == 0).all()
 
 

@@ -13,12 +13,14 @@ import runpy
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
@@ -34,7 +36,24 @@ ROOM = Path(room.__file__).parent
 GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
 LOSS = inspect.getsource(GRPOTrainer._compute_loss)
 #: methods of ``VLLMGeneration`` that ``rollout_seam`` overrides or calls
-ENGINE = {"_init_vllm": ("self",), "sync_weights": ("self",), "_iter_named_params": ("self",)}
+ENGINE = {
+    "_init_vllm": ("self",),
+    "sync_weights": ("self",),
+    "_iter_named_params": ("self",),
+    "generate": ("self", "prompts", "images", "num_generations", "profiler"),
+}
+#: methods of ``VLLMClient`` that ``server_client`` overrides or calls
+CLIENT = {
+    "__init__": ("self", "base_url", "host", "server_port", "group_port", "connection_timeout"),
+    "check_server": ("self", "total_timeout", "retry_interval"),
+    "_get": ("self", "url", "kwargs"),
+    "_post": ("self", "url", "kwargs"),
+    "get_server_info": ("self",),
+    "init_communicator": ("self", "device"),
+    "update_named_params": ("self", "metadata", "named_params"),
+    "reset_prefix_cache": ("self",),
+    "image_features": ("self", "images", "max_concurrent_requests"),
+}
 
 
 def build(folder: Path, model: Path, trainer_class: Any = GRPOTrainer, **changes: Any) -> Any:
@@ -99,6 +118,25 @@ def test_vllm_engine_methods(name: str) -> None:
     assert vars(grpo_trainer)["VLLMGeneration"] is VLLMGeneration
 
 
+@pytest.mark.parametrize("name", sorted(CLIENT))
+def test_vllm_client_methods(name: str) -> None:
+    assert tuple(inspect.signature(getattr(VLLMClient, name)).parameters) == CLIENT[name]
+
+
+def test_server_mode_is_built_as_we_complete_it() -> None:
+    """The constructor checks the server before its first request; the main process talks, the others wait for a broadcast."""
+    constructor = inspect.getsource(VLLMClient.__init__)
+    assert (
+        constructor.index("self.session =") < constructor.index("self.check_server(") < constructor.index("self._get(")
+    )
+    generate = inspect.getsource(VLLMGeneration.generate)
+    assert generate.index("self.vllm_client.image_features(") < generate.index("self.vllm_client.generate(")
+    assert generate.index("self.vllm_client.generate(") < generate.index("broadcast_object_list(obj_list")
+    assert generate.count("self.vllm_client.") == 2
+    sync = inspect.getsource(VLLMGeneration.sync_weights)
+    assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sync
+
+
 def test_every_private_name_in_the_room_is_listed() -> None:
     """A private attribute of the trainer that our code touches is in ``METHODS`` or ``ATTRIBUTES``, or ours."""
     listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES, *ENGINE}
@@ -123,6 +161,7 @@ def test_only_public_modules_of_trl_are_imported() -> None:
         "trl.trainer.utils",  # is_async_callable
         "trl.trainer",  # grpo_trainer.VLLMGeneration
         "trl.generation",  # vllm_generation
+        "trl.generation.vllm_client",  # VLLMClient
         "trl.experimental.cpo",  # SimPO
     }
     found = set()
@@ -138,6 +177,37 @@ def test_accelerate_lets_a_backward_stay_silent(trainer: Any) -> None:
     with trl_bridge.without_gradient_sync(trainer, trainer.model):
         assert trainer.accelerator.sync_gradients is False
     assert trainer.accelerator.sync_gradients is before
+
+
+# -- sharded parameters --------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_model_is_sharded_by_prepare_fsdp_and_nobody_hands_out_its_weights() -> None:
+    """``reference_model_in_full`` wraps it; when TRL broadcasts by itself the wrapper can go."""
+    assert tuple(inspect.signature(grpo_trainer.prepare_fsdp).parameters) == ("model", "accelerator")
+    assert "prepare_fsdp(self.ref_model, self.accelerator)" in inspect.getsource(GRPOTrainer.__init__)
+    sharding = inspect.getsource(grpo_trainer.prepare_fsdp)
+    assert "fully_shard(model" in sharding
+    assert "broadcast" not in sharding
+    assert "cpu_ram_efficient_loading" not in sharding
+
+
+def test_the_reference_model_gets_rank_zeros_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the collective: what arrives from rank 0 is 7 everywhere."""
+    model, sharded = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: tensor.fill_(7 - src))
+    monkeypatch.setattr(grpo_trainer, "prepare_fsdp", lambda model, accelerator: sharded.append(model))
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+    accelerator = SimpleNamespace(is_fsdp2=True, device="cpu", state=SimpleNamespace(fsdp_plugin=plugin))
+    with trl_bridge.reference_model_in_full():
+        grpo_trainer.prepare_fsdp(model, accelerator)
+    assert sharded == [model]
+    assert all((value == 7).all() for value in model.state_dict().values())
+    plugin.cpu_ram_efficient_loading = False  # every rank has loaded the weights by itself
+    torch.nn.init.zeros_(model[0].weight)
+    with trl_bridge.reference_model_in_full():
+        grpo_trainer.prepare_fsdp(model, accelerator)
+    assert (model[0].weight == 0).all()
 
 
 # -- the micro-batch -----------------------------------------------------------------------------------------------------

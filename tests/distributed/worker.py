@@ -1,14 +1,15 @@
-"""One training of some steps on scripted completions, launched by ``accelerate launch`` with one or more processes.
+"""Trainings of some steps on scripted completions, launched by ``accelerate launch`` with one or more processes.
 
     accelerate launch --config_file … tests/distributed/worker.py spec.json
 
-``spec.json``: ``{"model": folder, "out": folder, "runs": [{"name": …, "args": {…}}]}``. Each run leaves ``<name>.pt`` (the final
-weights) and ``<name>.json`` (logged rows, every rank's group rewards). The rollout knows the global row, so the completions
-are the same however many processes make them.
+``spec.json``: ``{"model": folder, "out": folder, "runs": [Case.spec(processes), …]}``. Each run leaves ``<name>.pt`` (the final
+weights) and ``<name>.json``: logged rows and, per rank, the reward tables that it saw and the local rows that its rewards were
+called on. The rollout knows the global row, so the completions are the same however many processes make them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,60 +21,129 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rewards.protocol import Group, GroupReward
+from grpo_lab.rewards import KimiLengthReward, group_reward
+from grpo_lab.rewards.protocol import Group
 from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import arguments, mixed_reward, problems
 
 
-class RankByLength(GroupReward):
-    """Each completion's place by length within its whole group, 0 … 1. Keeps what it gave, for the test to compare."""
+@group_reward(requires=("accuracy_reward",), num_generations=4)
+def rare_and_right(group: Group) -> list[float | None]:
+    """A team's group reward: a right answer counts the more, the fewer of its group are right; a cut one costs its place."""
+    right = [value == 1.0 and not cut for value, cut in zip(group.rewards["accuracy_reward"], group.truncated or [])]
+    places = [sum(other < length for other in group.lengths) / len(group) for length in group.lengths]
+    return [1.0 / sum(right) if ok else -place for ok, place in zip(right, places)]
+
+
+class Accuracy:
+    """Right, wrong or (one in seven) unscorable by the token ids; keeps the rows that this rank was called on."""
+
+    __name__ = "accuracy_reward"
 
     def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[float]] = []
+        self.local_rows: list[list[dict[str, Any]]] = []
 
-    def score_group(self, group: Group) -> list[float]:
-        order = sorted(range(len(group)), key=lambda i: (group.lengths[i], group.completion_ids[i]))
-        places = {row: place / (len(order) - 1) for place, row in enumerate(order)}
-        self.seen.append([places[i] for i in range(len(order))])
-        return self.seen[-1]
+    def __call__(self, completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float | None]:
+        values = [None if sum(ids) % 7 == 0 else float(sum(ids) % 4 > 0) for ids in completion_ids]
+        rows = zip(number, completion_ids, values, strict=True)
+        self.local_rows.append([{"number": n, "length": len(ids), "correct": value} for n, ids, value in rows])
+        return values
 
 
-def train(model_folder: str, out: Path, name: str, args: dict[str, Any], group_reward: bool) -> None:
+class Recording(LabTrainer):
+    """Keeps the reward table of every generation batch, as this rank sees it, through the public hook."""
+
+    def compute_advantages(self, table: Any) -> Tensor:
+        rows = [[None if value != value else value for value in row] for row in table.values.tolist()]
+        self.__dict__.setdefault("tables", []).append({"names": list(table.names), "values": rows})
+        return super().compute_advantages(table)
+
+
+def sparse_reward(prompts: list[str], completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+    """Three groups out of four are dead, so whole ranks and whole steps are."""
+    return [(sum(ids) % 5) / 4.0 if n % 4 == 3 else 0.25 for n, ids in zip(number, completion_ids, strict=True)]
+
+
+def rewards_of(kind: str, accuracy: Accuracy, stock: bool) -> list[Any]:
+    if kind == "mixed":
+        return [mixed_reward()]
+    if kind == "sparse":
+        return [sparse_reward]
+    if stock:  # it shows no reward the values of another, and starts every reward on local rows
+        return [accuracy, KimiLengthReward(weight=0.5, correctness=Accuracy(), num_generations=4)]
+    return [accuracy, KimiLengthReward(weight=0.5, warmup_steps=1), rare_and_right]
+
+
+def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy) -> GRPOTrainer:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    rollout = ScriptedRollout(range(20, 90), (3, 5, 9, 14, 21, 30), end_id=tokenizer.eos_token_id, truncated_share=0.2)
-    ranked = RankByLength()
-    trainer = LabTrainer(
+    plain = run["stock"] or "loss_type" in run["args"]
+    settings = arguments(
+        out / run["name"],
+        **{"learning_rate": 0.1, "gradient_checkpointing": False, "ddp_find_unused_parameters": False, **run["args"]},
+    )
+    kind: Any = GRPOTrainer if run["stock"] else LabTrainer if plain else Recording
+    return kind(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
-        reward_funcs=[mixed_reward(), ranked] if group_reward else mixed_reward(),
-        args=LabConfig(**arguments(out / name, **{"learning_rate": 0.1, **args})),
+        reward_funcs=rewards_of(run["reward"], accuracy, run["stock"]),
+        args=(GRPOConfig if run["stock"] else LabConfig)(**settings),
         train_dataset=problems(24),
         processing_class=tokenizer,
-        rollout_func=rollout,
+        rollout_func=ScriptedRollout(
+            range(20, 90), (3, 5, 9, 14, 21, 30), end_id=tokenizer.eos_token_id, truncated_share=0.2
+        ),
     )
-    trainer.train()
-    seen = gather_object([ranked.seen])
+
+
+def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
+    """All weights in full, and the share of their elements that this rank holds. A collective where they are sharded."""
+    parameters = list(model.parameters())
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
+    }
+    return {key: value.clone() for key, value in state.items()}, local / sum(p.numel() for p in parameters)
+
+
+def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
+    accuracy = Accuracy()
+    trainer = build(model_folder, out, run, accuracy)
+    error = None
+    try:
+        trainer.train()
+    except ValueError as refusal:  # of a group reward in stock TRL, before any collective
+        error = str(refusal)
+    seen = gather_object(
+        [{"tables": trainer.__dict__.get("tables", []), "local_rows": accuracy.local_rows, "error": error}]
+    )
+    weights, share = whole_weights(trainer.accelerator.unwrap_model(trainer.model))
     if trainer.accelerator.is_main_process:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        torch.save({key: value.clone() for key, value in model.state_dict().items()}, out / f"{name}.pt")
+        torch.save(weights, out / f"{run['name']}.pt")
         report = {
+            "kind": str(trainer.accelerator.distributed_type.value),
+            "fsdp2": trainer.accelerator.is_fsdp2,
+            "share_of_parameters": share,
             "world": trainer.accelerator.num_processes,
             "history": trainer.state.log_history,
             "advantages": list(trainer._logs["advantages"]),
-            "group_rewards": seen,
+            "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", None),
+            "ranks": seen,
         }
-        (out / f"{name}.json").write_text(json.dumps(report))
+        (out / f"{run['name']}.json").write_text(json.dumps(report))
     trainer.accelerator.wait_for_everyone()
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # accelerate collects garbage in every train(); walking all imported modules each time takes a second
     spec = json.loads(Path(sys.argv[1]).read_text())
     for run in spec["runs"]:
-        train(spec["model"], Path(spec["out"]), run["name"], run["args"], run.get("group_reward", False))
+        train(spec["model"], Path(spec["out"]), run)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer import exact_update
 from parity.harness import LENGTHS, Run, arguments, movement_difference, train, weight_difference
 
-WEIGHTS, MOVEMENT = 1e-6, 2e-5
+WEIGHTS, MOVEMENT, FLOAT64 = 1e-6, 2e-5, 1e-6
 STOCK = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
@@ -225,3 +226,40 @@ def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Pat
     assert {row["update/live_share"] for row in ours.history if "update/live_share" in row} == {1.0}
     off = LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "surrogate": pull}, update="off")
     check_equal(ours, train(LabTrainer, off, tiny_folder, rollout=rollout(tiny_folder)))
+
+
+@pytest.mark.parametrize("preset", STOCK)
+def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Model, gradients and steps in float64; TRL's head makes float32 log-probs (2e-7). The planning in pure float64, where nothing
+    rounds, is in ``tests/unit/test_update_plan_exact.py``."""
+    ours, stock = (
+        train(kind, config, tiny_folder, dtype=torch.float64)
+        for kind, config in (
+            (LabTrainer, LabConfig(**arguments(tmp_path), objective=preset, **({"epsilon_high": 3.0} if preset == "cispo" else {}))),
+            (GRPOTrainer, GRPOConfig(**arguments(tmp_path), **STOCK[preset])),
+        )
+    )  # fmt: skip
+    assert movement_difference(ours, stock) < FLOAT64
+
+
+@pytest.mark.parametrize("preset", STOCK)
+def test_the_order_of_rows_does_not_matter(
+    preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL shuffles rows after generation, which decides the micro-batch they are in: once as they come, once reversed."""
+    found = []
+    for order in (lambda batch: batch, reversed_rows):
+        monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", order)
+        found.append(both(tiny_folder, tmp_path, preset)[0])
+    assert movement_difference(*found) < MOVEMENT
+
+
+def reversed_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    rows = batch["prompt_ids"].size(0)
+    turned: dict[str, Any] = {}
+    for name, value in batch.items():
+        per_row = isinstance(value, torch.Tensor) and value.dim() > 0 and value.size(0) == rows
+        turned[name] = (
+            value.flip(0) if per_row else value[::-1] if isinstance(value, list) and len(value) == rows else value
+        )
+    return turned

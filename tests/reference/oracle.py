@@ -114,6 +114,14 @@ def surrogate(
     raise KeyError(name)
 
 
+def mirror_descent(row: Row, t: int, tau: float) -> Push:
+    """Token t's share of −Â·log π(y) + (τ/2)·R²; its derivative by R is added by the caller."""
+    response = sum(new - old for new, old in zip(row.logps, row.old))
+    moved = row.logps[t] - row.old[t]
+    value = -row.advantages[t] * row.logps[t] + tau / 2 * response * moved
+    return Push(value, 0.0, -row.advantages[t] + tau / 2 * response)
+
+
 def kl(estimator: str, logp: float, ref: float) -> tuple[float, float]:
     """Value and derivative by ``logp``."""
     x = ref - logp
@@ -138,6 +146,8 @@ def token_weight(
         return 1 / total / micro
     if aggregation == "fixed_budget":
         return 1 / (rows * budget)
+    if aggregation == "sequence_sum":
+        return 1 / rows
     raise KeyError(aggregation)
 
 
@@ -151,6 +161,7 @@ def loss_and_gradient(
     beta: float = 0.0,
     estimator: str = "k3",
     ratio_weighted: bool = False,
+    tau: float = 0.1,
     **clip: float | None,
 ) -> tuple[float, list[list[float]]]:
     """The scalar loss and d loss / d log π of every selected token. ``denominators`` = rows, tokens, budget, micro-batches."""
@@ -167,7 +178,10 @@ def loss_and_gradient(
             steps = [sum(steps) / length] * length
         each = token_weight(aggregation, length, total, *denominators)
         for t in range(length):
-            push = surrogate(surrogate_name, steps[t], row.advantages[t], row.logps[t], **clip)  # type: ignore[arg-type]
+            if surrogate_name == "mirror_descent":
+                push = mirror_descent(row, t, tau)
+            else:
+                push = surrogate(surrogate_name, steps[t], row.advantages[t], row.logps[t], **clip)  # type: ignore[arg-type]
             value, by_log_ratio, by_logp = (
                 row.weights[t] * part for part in (push.value, push.by_log_ratio, push.by_logp)
             )
@@ -179,6 +193,9 @@ def loss_and_gradient(
                 by_log_ratio += beta * weight * estimate if ratio_weighted else 0.0
             loss += each * value
             gradient[t] += each * by_logp
+            if surrogate_name == "mirror_descent":  # the response's log-ratio, which every token moves by 1
+                for u in range(length):
+                    gradient[u] += each * row.weights[t] * tau / 2 * (row.logps[t] - row.old[t])
             if ratio == "token":
                 gradient[t] += each * by_log_ratio
             else:  # every token of the row moves the row's mean log-ratio by 1/length

@@ -22,6 +22,7 @@ from grpo_lab.objectives import (
     Clipped,
     DetachedWeight,
     KLTerm,
+    MirrorDescent,
     Objective,
     Reinforce,
     Unclipped,
@@ -38,6 +39,7 @@ PUSHES = {
         (Clipped(0.2, 0.28), {"low": 0.2, "high": 0.28}),
         (Clipped(0.1, 0.3, 1.5), {"low": 0.1, "high": 0.3, "delta": 1.5}),
     ],
+    "mirror_descent": [(MirrorDescent(0.7), {"tau": 0.7}), (MirrorDescent(0.0), {"tau": 0.0})],
     "cispo": [(DetachedWeight(1.2), {"bound": 1.2}), (DetachedWeight(5.0), {"bound": 5.0})],
 }
 KLS = [None, *itertools.product(["k1", "k2", "k3"], [False, True])]

@@ -1,0 +1,47 @@
+"""Kimi k1.5's policy mirror descent: push by reward, pull back by the square of the whole response's log-ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.masked import masked_sum, safe
+
+
+@dataclass(frozen=True)
+class MirrorDescent:
+    """loss_t = −Â · log π(y_t) + (τ/2) · R · (log π(y_t) − log π_i(y_t)),  R = Σ_s (log π(y_s) − log π_i(y_s)).
+
+    Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient
+    −Â·∇log π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation,
+    no clipping. π_i is the policy that made the responses (``old_logps``): the reference becomes the current policy with
+    every generation batch.
+
+    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1 by default; the mean over the
+    responses of the step (aggregation ``sequence_sum``); where sampler log-probs are corrected, the weight of the whole
+    response multiplies both terms.
+
+    τ · R acts on responses whose advantage is 0, too, so no row may be left out of the update. With a single update per
+    generation batch R = 0: then this is −Â·log π(y), whatever τ.
+
+    Args:
+        tau: τ ≥ 0, per nat.
+    """
+
+    tau: float = 0.1
+
+    #: reads log π and log π_i of whole responses itself: the importance ratio's level has no effect
+    reads_ratio: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tau) and self.tau >= 0):
+            raise ValueError(f"`objective.tau` is {self.tau}; it must be a finite number ≥ 0")
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        moved = safe(batch.logps - batch.old_logps, batch.mask)
+        response = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
+        return -batch.advantages * batch.logps + 0.5 * self.tau * response * moved

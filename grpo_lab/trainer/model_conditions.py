@@ -1,0 +1,105 @@
+"""What of the model itself stands in the exact update's way: randomness in the forward, layers that mix rows, positions.
+
+The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise, whatever the
+model family calls them. The second does not trust names: in the first optimizer step the random number generators are looked
+at before and after a forward (``RandomnessWatch``), since a forward that is a function of its inputs does not move them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LAYER_DROP = re.compile(r"layer_?drop|drop_?path|stochastic_depth")
+_NOISE = re.compile(r"jitter")
+_DROPOUT = re.compile(r"drop")
+_SCALED_POSITIONS = ("dynamic", "longrope")
+
+
+def dropout_rate(model: nn.Module) -> float:
+    """Largest drop probability of single values: ``nn.Dropout`` modules, functional dropout, adapters' dropout."""
+    modules = (float(m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    functional = (
+        rate
+        for name, rate in _rates(model)
+        if _DROPOUT.search(name) and not _LAYER_DROP.search(name) and not _NOISE.search(name)
+    )
+    return max([0.0, *modules, *functional])
+
+
+def layer_drop_rate(model: nn.Module) -> float:
+    """Largest probability with which a whole layer is skipped in training (OPT, BioGPT, BART: ``layerdrop``; drop path)."""
+    return max([0.0, *(rate for name, rate in _rates(model) if _LAYER_DROP.search(name))])
+
+
+def router_noise(model: nn.Module) -> float:
+    """Largest noise on the router's or experts' inputs in training (Mixtral, Switch: ``jitter_noise``; DBRX: ``moe_jitter_eps``)."""
+    return max([0.0, *(rate for name, rate in _rates(model) if _NOISE.search(name))])
+
+
+def mixes_rows(model: nn.Module, mixed_precision: str) -> bool:
+    """Whether a row's output depends on the other rows of its batch.
+
+    Batch norm; experts with a capacity (tokens that find their expert full are dropped); fp8, whose activation scales are
+    those of the whole batch.
+    """
+    if mixed_precision == "fp8":
+        return True
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "expert_capacity", None) is not None
+        for module in model.modules()
+    )
+
+
+def keeps_positions(model: nn.Module) -> bool:
+    """Bins hand in the positions that stock would have used; only scaling by the *longest* position still differs."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope.get("rope_type")] + [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
+    return not any(kind in _SCALED_POSITIONS for kind in kinds)
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """(attribute, value) of every positive number that a module keeps under a name like dropout, layerdrop or jitter.
+
+    A value that the module never uses is counted too: the price is a slower update, not a wrong one.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if not (_DROPOUT.search(name) or _NOISE.search(name)):
+                continue
+            for rate in value.values() if isinstance(value, dict) else (value,):  # adapters: {adapter name: rate}
+                if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0:
+                    yield name, float(rate)
+
+
+class RandomnessWatch:
+    """Whether a random number was drawn on this process since ``start``: the generators' states, before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: list[Tensor] = []
+        self.drawn = False
+
+    def start(self) -> None:
+        self._before = self._states()
+
+    def stop(self) -> None:
+        self.drawn |= not all(torch.equal(old, new) for old, new in zip(self._before, self._states(), strict=True))
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            accelerator: Any = torch.get_device_module(self._device)
+            states.append(accelerator.get_rng_state(self._device))
+        return states
+
+    def drawn_anywhere(self, accelerator: Any) -> bool:
+        """The same answer on every rank: whether a number was drawn on any of them. A collective."""
+        flag = torch.tensor([self.drawn], dtype=torch.long, device=accelerator.device)
+        return bool(accelerator.gather(flag).any())

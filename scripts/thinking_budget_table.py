@@ -1,0 +1,119 @@
+"""What a thinking budget does to a model that thinks: budgets 0, 8, 32 and none, on transformers and on vLLM.
+
+A tiny Qwen2 is taught to solve word problems between <think> and </think> (supervised, a few minutes on one core); then every
+completion of held-out problems is checked: it obeys the budget, and it ends in an answer.
+
+    python scripts/thinking_budget_table.py [--folder runs/thinking]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.data import word_problems
+from grpo_lab.rewards import AccuracyReward
+from grpo_lab.rollouts.thinking_budget import BudgetedCompletion, Generate, ThinkingBudget, budgeted_generate
+from grpo_lab.rollouts.transformers_engine import transformers_generate
+
+TEXT = "\n</think>\n"
+LENGTH = 64
+SETTINGS: dict[str, Any] = {"steps": (1, 3), "largest": 20, "template": "chat", "think": True}
+
+
+def teach(folder: Path) -> None:
+    from grpo_lab.testing import tiny_model
+    from grpo_lab.trainer.cold_start import cold_start
+
+    model, tokenizer = tiny_model(
+        architecture="qwen2",
+        hidden_size=96,
+        num_heads=3,
+        num_layers=2,
+        max_positions=256,
+        initializer_range=0.06,
+        seed=0,
+    )
+    arguments = {
+        "max_steps": 500, "per_device_train_batch_size": 64, "learning_rate": 5e-3, "lr_scheduler_type": "linear",
+        "warmup_steps": 30, "adam_beta2": 0.95, "weight_decay": 0.01, "max_length": 256, "gradient_checkpointing": False,
+        "logging_steps": 50, "seed": 0, "use_cpu": True, "bf16": False,
+    }  # fmt: skip
+    cold_start(model, tokenizer, word_problems(10_000, split="cold_start", **SETTINGS), folder, arguments)
+    tokenizer.save_pretrained(folder)
+
+
+def engines(folder: Path, tokenizer: Any) -> dict[str, Generate]:
+    from transformers import AutoModelForCausalLM
+
+    from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+    from grpo_lab.rollouts.grouping import engine_generate
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ends = {tokenizer.eos_token_id}
+    own = transformers_generate(
+        model, pad_id=tokenizer.pad_token_id, eos_ids=ends, batch_size=256, temperature=1.0, top_k=0
+    )
+    options = EngineOptions(kv_cache_gib=0.25, max_model_len=256)
+    engine = engine_factory(options, trainer_dtype=model.dtype)(model=str(folder), seed=0)
+    return {"transformers": own, "vLLM": engine_generate(engine, temperature=1.0)}
+
+
+def row(
+    name: str, budget: int | None, made: list[BudgetedCompletion], texts: list[str], golds: list[str], tokenizer: Any
+) -> str:
+    scores = AccuracyReward(mode="strict")(completions=texts, solution=golds)
+    thinking = [tokens_of_thinking(completion, tokenizer) for completion in made]
+    answered = sum(re.search(r"#### -?\d+$", text) is not None for text in texts)
+    cut = sum(completion.was_cut for completion in made)
+    obeyed = sum(budget is None or tokens <= budget for tokens in thinking)
+    n = len(made)
+    return (
+        f"| {name} | {'none' if budget is None else budget} | {max(thinking)} | {obeyed}/{n} | {cut / n:.3f} | {answered / n:.3f} | "
+        f"{sum(score == 1.0 for score in scores) / n:.3f} |"
+    )
+
+
+def tokens_of_thinking(completion: BudgetedCompletion, tokenizer: Any) -> int:
+    """Sampled tokens before the thinking is closed (by the model or by the inserted text)."""
+    own = [i for i, sampled in enumerate(completion.mask) if sampled]
+    if completion.was_cut:
+        return completion.mask.index(0)
+    closed = (t for t in range(len(own) + 1) if "</think>" in tokenizer.decode(completion.ids[:t]))
+    end = next(closed, len(own))
+    return end - len(tokenizer("</think>", add_special_tokens=False)["input_ids"]) if end < len(own) else end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/thinking"))
+    parser.add_argument("--problems", type=int, default=200)
+    args = parser.parse_args()
+    if not (args.folder / "config.json").is_file():
+        teach(args.folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    rows = word_problems(args.problems, split="test", **SETTINGS)
+    prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in rows["prompt"]]
+    print(
+        "| engine | budget | longest thinking, tokens | obey the budget | cut | end in an answer | right |\n|---|---|---|---|---|---|---|"
+    )
+    for name, generate in engines(args.folder, tokenizer).items():
+        for budget in (0, 8, 32, None):
+            settings = ThinkingBudget.for_tokenizer(
+                tokenizer, LENGTH - 16 if budget is None else budget, max_completion_length=LENGTH, text=TEXT
+            )
+            if budget is None:
+                ids, _ = generate([list(p) for p in prompts], LENGTH)
+                made = [BudgetedCompletion(row, None, [1] * len(row)) for row in ids]
+            else:
+                made = budgeted_generate(prompts, generate, settings)
+            texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in made]
+            print(row(name, budget, made, texts, rows["solution"], tokenizer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

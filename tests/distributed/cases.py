@@ -1,0 +1,109 @@
+"""The trainings that are run in worlds of 1, 2 and 4 processes, and how their rows are spread.
+
+Every case has the same rows in every optimizer step in every world; what differs is which rank holds them. ``SPLIT``: 3 groups of 4
+in 12 rows, so that on 2 ranks (6 rows each) the second group lies on both, and on 4 ranks (3 rows each) no rank holds a whole
+group. ``WHOLE``: 4 groups in 16 rows, whole groups on every rank. ``SCATTERED``: one group a step, of which each of 4
+ranks holds a single row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+WORLDS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows a rank and micro-batch, and micro-batches an optimizer step; the same rows a step in all worlds."""
+
+    rows: dict[int, int]
+    accumulation: int
+
+    def arguments(self, processes: int) -> dict[str, int]:
+        return {
+            "per_device_train_batch_size": self.rows[processes],
+            "gradient_accumulation_steps": self.accumulation,
+        }
+
+
+SPLIT = Layout({1: 4, 2: 2, 4: 1}, accumulation=3)
+WHOLE = Layout({1: 8, 2: 4, 4: 2}, accumulation=2)
+SCATTERED = Layout({1: 4, 2: 2, 4: 1}, accumulation=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, in every world.
+
+    reward: ``mixed``: a third of the groups dead; ``sparse``: three quarters of them, so that ranks and whole steps are dead;
+    ``group``: a correctness reward and group rewards on top of it. stock: stock TRL's trainer instead of ours.
+    per_world: which rows make a step differs by world (TRL shuffles a rank's rows before it cuts them into steps).
+    """
+
+    name: str
+    layout: Layout
+    args: dict[str, Any]
+    reward: str = "mixed"
+    stock: bool = False
+    exact: bool = True
+    per_world: bool = False
+
+    def spec(self, processes: int) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "args": {**self.args, **self.layout.arguments(processes)},
+            "reward": self.reward,
+            "stock": self.stock,
+        }
+
+
+OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+CASES = [
+    *(Case(name, SPLIT, {"objective": name}) for name in OBJECTIVES if name != "cispo"),
+    Case("cispo", SPLIT, {"objective": "cispo", "epsilon_high": 3.0}),
+    *(
+        Case(f"{name}-sparse", SPLIT, {"objective": name, "weight_decay": 0.01}, reward="sparse")
+        for name in ("grpo", "dr_grpo", "dapo")
+    ),
+    Case("dr_grpo-scattered", SCATTERED, {"objective": "dr_grpo", "max_steps": 6}),
+    Case("dr_grpo-whole-groups", WHOLE, {"objective": "dr_grpo"}),
+    Case("dr_grpo-off", SPLIT, {"objective": "dr_grpo", "update": "off"}, exact=False),
+    Case("grpo-off", SPLIT, {"objective": "grpo", "update": "off"}, exact=False),
+    Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}),
+    Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}),
+    Case("clipped-checkpointed", SPLIT, {"objective": "dapo", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
+    Case("truncated-masked", SPLIT, {"objective": "grpo", "mask_truncated_completions": True}),
+    *(
+        Case(
+            f"two-steps-a-generation-{update}",
+            SPLIT,
+            {"objective": "dr_grpo", "steps_per_generation": 6, "update": update},
+            exact=update == "exact",
+            per_world=True,
+        )
+        for update in ("exact", "off")
+    ),
+    Case("trl-settings", SPLIT, {"loss_type": "grpo"}, exact=False),
+    Case("group-split", SPLIT, {"objective": "dr_grpo"}, reward="group"),
+    Case("group-scattered", SCATTERED, {"objective": "dr_grpo"}, reward="group"),
+    Case("stock-group-split", SPLIT, {"loss_type": "dr_grpo"}, reward="group", stock=True),
+    Case("stock-group-whole", WHOLE, {"loss_type": "dr_grpo"}, reward="group", stock=True),
+]
+TRAINED = [case for case in CASES if not case.stock and not case.per_world]
+#: run with sharded parameters, too
+SHARDED = [
+    case
+    for case in TRAINED
+    if case.name
+    in (
+        *OBJECTIVES,
+        "dr_grpo-sparse",
+        "small-bins",
+        "clipped-checkpointed",
+        "dr_grpo-off",
+        "dapo-twice-beta",
+        "group-split",
+    )
+]

@@ -1,0 +1,40 @@
+"""Kimi's optimizer reset on two ranks, replicated (DDP) and sharded (FSDP2): empty after each iteration on every rank, and the
+weights of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.optimizer_reset_worker import Entries, settings
+from grpo_lab import KimiTrainer
+from grpo_lab.rewards import KimiLengthReward
+from parity.harness import mixed_reward, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_empty_after_each_iteration_on_both_ranks(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
+    before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
+    words = [*before, str(HERE / "optimizer_reset_worker.py"), str(tiny_folder), str(tmp_path)]
+    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words, timeout=300)
+    alone = Entries()
+    length = KimiLengthReward(0.5, warmup_steps=2, correctness="parity_reward")
+    one = train(
+        KimiTrainer, settings(tmp_path, ranks=1), tiny_folder, reward=[mixed_reward(), length], callbacks=[alone]
+    )
+    full = alone.seen[0][0]
+    assert [count for count, _ in alone.seen] == [full, 0, full, 0]
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert [count for count, _ in seen] == [full, 0, full, 0]
+        assert seen[0][1] is (sharding == "fsdp2")
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    gap = sum((found[name].double() - one.weights[name].double()).square().sum() for name in found)
+    size = sum(one.weights[name].double().square().sum() for name in found)
+    assert (gap / size).sqrt() < 1e-5  # AdamW divides rounding by rounding where a gradient is nearly 0

@@ -1,0 +1,129 @@
+"""Two and four real processes (accelerate, gloo, CPU) with the same global batch end at the weights of one.
+
+The scripted rollout knows the global row, so the completions of a run are the same however many processes make them. Differences
+come from the order of float32 sums only. DDP runs with ``find_unused_parameters`` off: every rank makes every backward, with a
+dummy row where the plan has nothing for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.cases import OBJECTIVES, TRAINED, Case
+from distributed.launch import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+SEVERAL = (2, 4)
+cases = pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+
+
+def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    gap = sum((ours[name].double() - value.double()).square().sum().item() for name, value in theirs.items())
+    size = sum(value.double().square().sum().item() for value in theirs.values())
+    return float((gap / size) ** 0.5)
+
+
+def dead_rows(world: World, case: Case) -> list[list[bool]]:
+    """Per generation batch: which rows sit in a group whose rewards are all equal."""
+    found = []
+    for table in world.report(case.name)["ranks"][0]["tables"]:
+        totals = [row[0] for row in table["values"]]
+        groups = [totals[start : start + 4] for start in range(0, len(totals), 4)]
+        found.append([len(set(group)) == 1 for group in groups for _ in group])
+    return found
+
+
+@cases
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_same_weights(case: Case, processes: int, worlds: dict[int, World], tiny_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert worlds[1].report(case.name)["world"] == 1
+    assert worlds[processes].report(case.name)["world"] == processes
+    steps = case.args.get("max_steps", 4)
+    assert len(worlds[1].steps(case.name)) == len(worlds[processes].steps(case.name)) == steps
+    found, expected = worlds[processes].weights(case.name), worlds[1].weights(case.name)
+    difference = relative_difference(found, expected)
+    start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
+    moved = relative_difference(expected, start)
+    print(
+        f"{case.name}, {processes} ranks: weights differ by {difference:.1e} relative; training moved them {moved:.1e}"
+    )
+    assert moved > 3e-4, "hardly trained: nothing was compared"
+    assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
+    processes: int, worlds: dict[int, World], tiny_folder: Path
+) -> None:
+    """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be compared."""
+    names = [f"two-steps-a-generation-{update}" for update in ("exact", "off")]
+    exact, off = (worlds[processes].weights(name) for name in names)
+    assert relative_difference(exact, off) <= 1e-6
+    assert relative_difference(worlds[1].weights(names[0]), off) > 1e-5, "then it could join the cases above"
+    assert all("update/tokens_computed" in row for row in worlds[processes].steps(names[0]))
+
+
+@cases
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[int, World]) -> None:
+    """Means are (sum, count) pairs over ranks, so one process and several log the same numbers."""
+    for one, several in zip(worlds[1].steps(case.name), worlds[processes].steps(case.name), strict=True):
+        of_generation = ("reward", "reward_std", "groups/dead_share", "completions/mean_length")
+        assert several["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
+        assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4, abs=1e-7)
+        assert [name in several for name in of_generation] == [name in one for name in of_generation]
+        for name in (name for name in of_generation if name in one):  # a reused batch logs none of them
+            assert several[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), name
+        if "objective" in case.args:  # TRL's own definition averages micro-batch means, and those differ
+            if case.exact and not one["update/live_share"]:
+                assert not several["update/live_share"]
+            else:
+                assert several["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
+        if case.exact:
+            assert several["update/live_share"] == pytest.approx(one["update/live_share"], rel=1e-6)
+
+
+@pytest.mark.parametrize("processes", SEVERAL)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_advantages_are_of_whole_groups(name: str, processes: int, worlds: dict[int, World]) -> None:
+    """The middle group lies on two ranks, or all groups do; advantages are those of one process."""
+    one, several = (worlds[n].report(name)["advantages"] for n in (1, processes))
+    assert len(one) == 12
+    assert several == pytest.approx(one, rel=1e-6)
+
+
+def test_every_objective_and_no_search_for_unused_parameters(worlds: dict[int, World]) -> None:
+    assert {case.args.get("objective") for case in TRAINED} >= set(OBJECTIVES)
+    for case in TRAINED:
+        for processes in SEVERAL:
+            assert worlds[processes].report(case.name)["find_unused_parameters"] is False
+
+
+def test_the_cases_hold_dead_groups_dead_ranks_and_dead_steps(worlds: dict[int, World]) -> None:
+    """What the equalities above are about really happens in the runs."""
+    (mixed,) = (case for case in TRAINED if case.name == "dr_grpo")
+    (sparse,) = (case for case in TRAINED if case.name == "dr_grpo-sparse")
+    assert any(any(step) and not all(step) for step in dead_rows(worlds[1], mixed))
+    for processes in SEVERAL:
+        steps = dead_rows(worlds[processes], sparse)
+        assert steps == dead_rows(worlds[1], sparse)
+        share = len(steps[0]) // processes
+        ranks = [[all(step[r * share : (r + 1) * share]) for r in range(processes)] for step in steps]
+        assert any(any(step) and not all(step) for step in ranks), "a rank all dead while another is not"
+        assert any(all(step) for step in ranks), "a step without a live row"
+    dead = [all(step) for step in dead_rows(worlds[1], sparse)]
+    norms = [row["grad_norm"] for row in worlds[4].steps(sparse.name)]
+    assert [norm == 0.0 for norm in norms] == dead  # the optimizer stepped on zeros there, and only there
+
+
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_rows_move_between_ranks_only_when_the_update_is_exact(processes: int, worlds: dict[int, World]) -> None:
+    """The exact update computes fewer tokens than stock on the same batch, in the sum over ranks."""
+    for row in worlds[processes].steps("dr_grpo"):
+        assert row["update/tokens_computed"] < row["update/tokens_stock"]
+    assert all("update/tokens_computed" not in row for row in worlds[processes].steps("dr_grpo-off"))

@@ -1,0 +1,178 @@
+"""Every accelerate file by accelerate's own launcher, and the Slurm script with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+SLURM = ROOT / "scripts" / "slurm" / "train.sbatch"
+RECIPE = "recipes/gsm8k/qwen2.5-0.5b-dr_grpo.yaml"
+
+
+def as_launched(path: Path, *words: str) -> argparse.Namespace:
+    """The launcher's arguments, after it has read ``path`` and checked it."""
+    chosen = launch_command_parser().parse_args(["--config_file", str(path), *words, "scripts/train.py"])
+    chosen, _, _ = _validate_launch_command(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
+def test_the_launcher_takes_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = as_launched(path)
+    kinds = {"single": None, "ddp": "multi_gpu", "fsdp2": "use_fsdp", "multi_node": "use_fsdp"}
+    kind = kinds.get(path.stem, "use_deepspeed")
+    assert [name for name in ("multi_gpu", "use_fsdp", "use_deepspeed") if getattr(chosen, name)] == [kind] * bool(kind)
+    assert chosen.mixed_precision == "bf16"
+    if kind == "use_deepspeed":
+        assert chosen.zero_stage == int(path.stem[-1])
+    if kind == "use_fsdp":
+        monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+        environment = prepare_multi_gpu_env(chosen)
+        assert environment["FSDP_VERSION"] == "2"
+        assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+        assert environment["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+        assert environment["FSDP_STATE_DICT_TYPE"] == "FULL_STATE_DICT"  # models are saved whole
+
+
+def test_the_first_line_of_each_file_is_its_launch_line() -> None:
+    for path in LAUNCH:
+        head = path.read_text(encoding="utf-8").split("compute_environment")[0]
+        assert f"accelerate launch --config_file recipes/accelerate/{path.name}" in head
+
+
+def test_a_machine_of_a_multi_node_run_gets_its_place() -> None:
+    words = ["--num_machines", "3", "--num_processes", "24", "--machine_rank", "2", "--main_process_ip", "10.0.0.1"]
+    chosen = as_launched(ROOT / "recipes" / "accelerate" / "multi_node.yaml", *words)
+    assert (chosen.num_machines, chosen.num_processes, chosen.machine_rank) == (3, 24, 2)
+    assert (chosen.main_process_ip, chosen.main_process_port, chosen.rdzv_backend) == ("10.0.0.1", 29500, "static")
+
+
+# -- Slurm ---------------------------------------------------------------------------------------------------------------
+
+STAND_INS = {
+    "scontrol": 'echo "$*" >> "$LOG"; printf "n1\\nn2\\nn3\\n" | head -n "$NODES"',
+    # drops its own options, runs the rest once, as the task of rank 1
+    "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec env SLURM_PROCID=1 "$@"',
+    "hostname": "echo 10.0.0.3 fe80::1",
+    "grpo-lab": 'echo "grpo-lab $*" >> "$LOG"; exec sleep 60',
+    "accelerate": 'sleep 0.5; echo "accelerate $*" >> "$LOG"; exit "${FAIL:-0}"',
+}
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """(words, nodes, **environment) -> (exit status, what was printed, the commands in their order)."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "python").symlink_to(shutil.which("python3") or "python3")
+    log = tmp_path / "log"
+
+    def submit(*words: str, nodes: int = 3, **more: str) -> tuple[int, str, str]:
+        log.write_text("")
+        environment = {
+            "PATH": "/usr/bin:/bin", "LOG": str(log), "NODES": str(nodes), "VENV": str(tmp_path / "venv"),
+            "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_GPUS_ON_NODE": "4", "MODEL": "org/model", **more,
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", str(SLURM), *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.returncode, done.stdout + done.stderr, log.read_text()
+
+    return submit
+
+
+def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, commands = sbatch(RECIPE, "--max_steps", "5")
+    assert status == 0, printed
+    lines = commands.splitlines()
+    (serve,) = (line for line in lines if line.startswith("grpo-lab"))
+    assert serve == "grpo-lab serve --model org/model --host 10.0.0.3 --port 8000 --tensor-parallel-size 1"
+    assert "--nodelist=n3" in next(line for line in lines if "grpo-lab serve" in line and line.startswith("srun"))
+    (launch,) = (line for line in lines if line.startswith("accelerate"))
+    assert launch == (
+        "accelerate launch --machine_rank 1 --config_file recipes/accelerate/multi_node.yaml --num_machines 2 "
+        "--num_processes 8 --main_process_ip n1 --main_process_port 29500 scripts/train.py --config "
+        f"{RECIPE} --use_vllm true --vllm_mode server --vllm_server_base_url http://10.0.0.3:8000 "
+        "--vllm_server_timeout 900 --max_steps 5"
+    )
+    assert "--nodes=2 --ntasks=2" in next(line for line in lines if line.startswith("srun") and "accelerate" in line)
+    assert "to whoever reaches it" in printed
+
+
+def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, commands = sbatch(RECIPE, ROLLOUT_NODES="0")
+    assert status == 0, printed
+    assert "grpo-lab" not in commands
+    assert "--num_machines 3 --num_processes 12" in commands
+    assert "--use_vllm true --vllm_mode colocate" in commands
+
+
+def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
+    sbatch: Callable[..., tuple[int, str, str]],
+) -> None:
+    """The stand-in server would sleep for a minute; the run below has a time limit of as much."""
+    status, _, commands = sbatch(RECIPE, FAIL="3")
+    assert status == 3
+    assert "grpo-lab serve" in commands
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "more", "message"),
+    [
+        ((), 3, {}, "usage: sbatch"),
+        ((RECIPE,), 1, {}, "leave none to train"),
+        ((RECIPE,), 3, {"ROLLOUT_NODES": "2"}, "must be 1"),
+    ],
+)
+def test_mistakes_are_named(
+    words: tuple[str, ...], nodes: int, more: dict[str, str], message: str, sbatch: Callable[..., tuple[int, str, str]]
+) -> None:
+    status, printed, commands = sbatch(*words, nodes=nodes, **more)
+    assert status == 2
+    assert message in printed
+    assert "accelerate" not in commands
+
+
+def test_the_model_is_read_from_the_recipe(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, commands = sbatch(RECIPE, MODEL="")
+    assert status == 0, printed
+    assert "--model Qwen/Qwen2.5-0.5B --host" in commands
+
+
+def test_the_script_parses_and_uses_no_unset_variable() -> None:
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    code = "\n".join(line for line in SLURM.read_text().splitlines() if not line.lstrip().startswith("#"))
+    assert "set -euo pipefail" in code
+    assigned = set(re.findall(r"(?:^|[;\s])([A-Za-z_]+)=", code)) | {"nodes"}  # by mapfile
+    used = set(re.findall(r"\$\{?#?([A-Za-z_]+)", code))
+    given = {"SLURM_JOB_NODELIST", "SLURM_PROCID", "PATH"}
+    with_default = set(re.findall(r"\$\{([A-Za-z_]+):-", code))
+    assert used - assigned - given - with_default == set()
+    if shutil.which("shellcheck") is not None:
+        checked = subprocess.run(["shellcheck", str(SLURM)], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_every_option_of_the_server_is_known(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    """``grpo-lab serve`` takes what the script gives it."""
+    from grpo_lab.cli import _parser
+
+    _, _, commands = sbatch(RECIPE)
+    words = next(line for line in commands.splitlines() if line.startswith("grpo-lab")).split()[1:]
+    commands_known = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    if "serve" not in commands_known:
+        pytest.skip("this checkout has no `grpo-lab serve` yet")
+    assert _parser().parse_args(words).model == "org/model"

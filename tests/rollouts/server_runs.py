@@ -1,0 +1,104 @@
+"""A short training against a vLLM server, and a server that is killed while a generation is under way.
+
+Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url", "dead_url", "out",
+"server_pid", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its start at the dead address and its run,
+and what it logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from grpo_lab import LabConfig, LabTrainer
+
+
+def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def build(folder: Path, model: str, url: str, peft_config: Any = None, **changes: Any) -> LabTrainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "out"), "objective": "dr_grpo",
+        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 30,
+        "rollout": {"verify_every": 1, "server": {"retries": 1, "backoff": 0.1, "request_timeout": 60}},
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "max_steps": 5,
+        "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+        "bf16": False, "disable_tqdm": True,
+    }  # fmt: skip
+    rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
+    return LabTrainer(
+        model=model,
+        reward_funcs=odd_share,
+        args=LabConfig(**{**settings, **changes}),
+        train_dataset=rows,
+        peft_config=peft_config,
+    )
+
+
+def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[str, float]:
+    """Kill 0.1 s after the run's request number ``generation`` was sent -> times of the kill and of the failure."""
+    generate, calls, times = client.generate, [0], {}
+
+    def killed() -> None:
+        times["killed"] = time.monotonic()
+        kill()
+
+    def generate_and_kill(*args: Any, **arguments: Any) -> Any:
+        if arguments["n"] > 1:  # the run's own, not a probe of the proof
+            calls[0] += 1
+        if calls[0] != generation:
+            return generate(*args, **arguments)
+        threading.Timer(0.1, killed).start()
+        try:
+            return generate(*args, **arguments)
+        finally:
+            times["failed"] = time.monotonic()
+
+    client.generate = generate_and_kill
+    return times
+
+
+def outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    never_up = outcome(lambda: build(Path(spec["out"]), spec["model"], spec["dead_url"], vllm_server_timeout=1))
+    trainer = build(Path(spec["out"]), spec["model"], spec["url"], max_completion_length=100)
+    if trainer.accelerator.is_main_process:
+        kill_during(
+            trainer.vllm_generation.vllm_client, spec["kill_at"], lambda: os.killpg(spec["server_pid"], signal.SIGKILL)
+        )
+    ended = outcome(trainer.train)
+    report = {
+        "world": trainer.accelerator.num_processes,
+        "never_up": never_up,
+        "ended": ended,
+        "history": trainer.state.log_history,
+    }
+    (Path(spec["out"]) / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(report))
+    trainer.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the interpreter's teardown

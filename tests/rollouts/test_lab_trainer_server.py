@@ -1,0 +1,365 @@
+"""``LabTrainer`` with ``vllm_mode: server``: a real vLLM in a second process, weights through shared memory, planted faults.
+
+One server serves most of the module: another run's weights replace the last run's at its first sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
+
+from safetensors.torch import load_file
+
+from distributed.launch import RECIPES, launcher
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.rollouts.engine import EngineOptions
+from grpo_lab.rollouts.grouping import EngineFault
+from grpo_lab.rollouts.serve import refuse_unsupported_model
+from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, wait_until_ready
+from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.testing import tiny_model
+from grpo_lab.trainer import server_client
+from rollouts.server_runs import build, kill_during
+from rollouts.test_server import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+LONG = {"max_completion_length": 100}  # a generation takes long enough to be killed under way
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
+    """(architecture, tied) -> folder of a tiny model with heads of 32, the smallest that vLLM's CPU kernels have."""
+
+    @functools.cache
+    def saved(architecture: str, tied: bool) -> str:
+        folder = tmp_path_factory.mktemp(architecture)
+        model, tokenizer = tiny_model(architecture, hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=tied)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return saved
+
+
+def start(model: str, folder: Path) -> Server:
+    engine = EngineOptions(kv_cache_gib=0.125, max_model_len=256)
+    return Server(ServerOptions(model, free_port(), engine), log=folder / "server.log", start_timeout=300).start()
+
+
+@pytest.fixture(scope="module")
+def server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = start(models("qwen2", True), tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def new_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """In the place of the one that was killed."""
+    running = start(models("qwen2", True), tmp_path_factory.mktemp("new_server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run that loses its server."""
+    return tmp_path_factory.mktemp("crashed")
+
+
+def assert_proven(trainer: LabTrainer, steps: int) -> None:
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == steps
+    assert max(row["rollout/sync_gap"] for row in rows) < 1e-4  # a proof at every step, or this is a KeyError
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_path: Path) -> None:
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+    assert trainer.vllm_generation.vllm_client.way == "shared_memory"
+    trainer.train()
+    assert_proven(trainer, 5)
+    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
+
+
+def test_a_stale_layer_is_caught_and_named(
+    server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third sync on one layer is sent as it was at the second: every other tensor is right."""
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+    client = trainer.vllm_generation.vllm_client
+    sent, old = [0], {}
+    push = client.courier.push
+
+    def stale(named_params: Any) -> Any:
+        sent[0] += 1
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named_params:
+                if "layers.1.mlp.down_proj" in name:
+                    tensor = old.setdefault(name, tensor.clone()) if sent[0] >= 2 else tensor
+                yield name, tensor
+
+        return push(stream())
+
+    monkeypatch.setattr(client.courier, "push", stale)
+    with pytest.raises(WeightSyncError, match=r"gap .* nats per token(.|\n)*layers\.1\.mlp\.down_proj\.weight"):
+        trainer.train()
+    assert trainer.state.global_step == 2  # the sync before the third step is the first that is stale
+
+
+def test_completions_that_do_not_fit_the_server_are_refused_at_the_start(
+    server: Server, models: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"max_completion_length. is 256.*context of 256.*--max-model-len"):
+        build(tmp_path, models("qwen2", True), server.options.base_url, max_completion_length=256)
+
+
+def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any, tmp_path: Path) -> None:
+    """Another run, or a restart behind the same address: the server answers, with other weights."""
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
+    trainer.vllm_generation.sync_weights()
+    trainer._last_loaded_step = 0
+    other = build(tmp_path / "other", models("qwen2", True), server.options.base_url)
+    other.vllm_generation.sync_weights()
+    with pytest.raises(ServerGone, match=r"no longer holds this run's weights(.|\n)*nothing to save"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf, -9999.0])
+def test_a_log_prob_that_is_none_is_refused(value: float | None) -> None:
+    server_client.check_answer([[[-0.5], [-1e-3]]])
+    with pytest.raises(EngineFault, match="position 1 of completion 0"):
+        server_client.check_answer([[[-0.5], [value]]])
+
+
+def test_lora_is_merged_into_what_the_server_gets(server: Server, models: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora, max_steps=4)
+    trainer.train()
+    assert_proven(trainer, 4)
+
+
+def test_a_failed_push_leaves_merged_adapters_unmerged(
+    server: Server, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL merges them while it streams and unmerges at the end of the stream: it must be read to its end."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = build(tmp_path, models("qwen2", True), server.options.base_url, peft_config=lora)
+    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
+
+    def full(named_params: Any) -> None:
+        next(iter(named_params))
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.vllm_generation.vllm_client.courier, "push", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.vllm_generation.sync_weights()
+    for name, tensor in trainer.model.named_parameters():
+        torch.testing.assert_close(tensor, before[name], msg=name)
+
+
+def test_a_server_killed_during_a_generation_leaves_a_checkpoint(server: Server, models: Any, crashed: Path) -> None:
+    """Last of those that use the module's first server: the third generation is killed under way."""
+    trainer = build(crashed, models("qwen2", True), server.options.base_url, **LONG)
+    times = kill_during(trainer.vllm_generation.vllm_client, 3, lambda: kill(server))
+    with pytest.raises(ServerGone) as caught:
+        trainer.train()
+    assert 0 < times["failed"] - times["killed"] < 30  # under way when it was killed; and the wait ended
+    checkpoint = crashed / "out" / "checkpoint-2"
+    for needed in (server.options.base_url, "after", "checkpoint of step 2", str(checkpoint), "resume"):
+        assert needed in str(caught.value), str(caught.value)
+    assert (checkpoint / "optimizer.pt").is_file()
+    kept = load_file(checkpoint / "model.safetensors")
+    weights = trainer.model.state_dict()
+    assert set(weights) - set(kept) <= {"lm_head.weight"}  # tied
+    assert all(torch.equal(kept[name], weights[name]) for name in kept)
+    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
+
+
+def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, crashed: Path) -> None:
+    if not (crashed / "out" / "checkpoint-2").is_dir():
+        pytest.skip("the test before, which leaves the checkpoint, did not run")
+    resumed = build(crashed, models("qwen2", True), new_server.options.base_url, **LONG)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 5
+    assert_proven(resumed, 5)  # the first two rows come from the checkpoint
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_path: Path) -> None:
+    """Only rank 0 talks to the server; when that is killed, both write the checkpoint and raise the same error."""
+    assert new_server.process is not None
+    spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
+    spec |= {"server_pid": new_server.process.pid, "kill_at": 3, "dead_url": f"http://127.0.0.1:{free_port()}"}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    launch = ["env", "ACCELERATE_USE_CPU=true", *launcher(RECIPES / "ddp.yaml", 2)]
+    script = str(Path(__file__).with_name("server_runs.py"))
+    run_to_end([*launch, script, str(tmp_path / "spec.json")], tmp_path / "launch.log", timeout=180)
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [report["world"] for report in reports] == [2, 2]
+    assert reports[0]["never_up"] == reports[1]["never_up"]
+    assert "ServerGone: no vLLM server at" in reports[0]["never_up"]
+    assert reports[0]["ended"] == reports[1]["ended"]
+    assert reports[0]["ended"].startswith("ServerGone: the vLLM server at")
+    assert "checkpoint of step 2" in reports[0]["ended"]
+    gaps = [row["rollout/sync_gap"] for row in reports[0]["history"] if "loss" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-2").glob("rng_state_*.pth"))
+    assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
+
+
+def run_to_end(command: list[str], log: Path, timeout: float) -> None:
+    """Run a launcher and its workers; where they hang none of them stays behind."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(), start_new_session=True
+        )
+    try:
+        assert process.wait(timeout=timeout) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def clean_environment() -> dict[str, str]:
+    """An engine or trainer started earlier in this process leaves torch.distributed's variables behind."""
+    left = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD")
+    return {**{k: v for k, v in os.environ.items() if k not in left}, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def kill(server: Server) -> None:
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Started by the command, as a user does, and ended by SIGTERM."""
+    folder, port = tmp_path_factory.mktemp("untied_server"), free_port()
+    command = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", models("qwen3", False), "--port", str(port)]
+    command += ["--kv-cache-gib", "0.125", "--max-model-len", "256", "--log", str(folder / "log")]
+    with (folder / "out").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, 300, process=process, log=folder / "log")
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert not answers(f"{url}/health")
+    assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
+
+
+def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, tmp_path: Path) -> None:
+    trainer = build(tmp_path, models("qwen3", False), untied_server)
+    trainer.train()
+    assert_proven(trainer, 5)
+
+
+def test_a_nan_log_prob_from_the_server_is_an_error(
+    untied_server: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN weight in the server only; the last test of this server, whose cache keeps the NaN."""
+    trainer = build(tmp_path, models("qwen3", False), untied_server)
+    client = trainer.vllm_generation.vllm_client
+    push = client.courier.push
+
+    def poisoned(named_params: Any) -> Any:
+        return push((name, t * math.nan if "layers.0.mlp.up" in name else t) for name, t in named_params)
+
+    monkeypatch.setattr(client.courier, "push", poisoned)
+    with pytest.raises(EngineFault, match="NaN"):
+        trainer.train()
+
+
+def test_a_server_that_is_never_up_ends_the_start_in_time(models: Any, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    begin = time.monotonic()
+    with pytest.raises(ServerGone, match=rf"no vLLM server at {url} within 2 s .*vllm_server_timeout.*grpo-lab serve"):
+        build(tmp_path, models("qwen2", True), url, vllm_server_timeout=2)
+    assert time.monotonic() - begin < 10
+
+
+def info(device: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "device_config": {"device": device},
+        "weight_transfer_config": {"backend": "nccl"} if device == "cuda" else None,
+        "parallel_config": {"worker_extension_cls": "grpo_lab.rollouts.server_worker.WeightLoading"},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "trainer", "server", "way"),
+    [
+        ("auto", "cpu", "cpu", "shared_memory"),
+        ("auto", "cuda", "cuda", "nccl"),
+        ("auto", "cpu", "cuda", "shared_memory"),
+        ("auto", "cuda", "cpu", "shared_memory"),
+        ("shared_memory", "cuda", "cuda", "shared_memory"),  # one GPU for both, where NCCL refuses
+    ],
+)
+def test_the_way_of_the_weights(chosen: str, trainer: str, server: str, way: str) -> None:
+    assert server_client.weight_way(chosen, torch.device(trainer), info(server), "http://127.0.0.1:8000") == way
+
+
+@pytest.mark.parametrize(
+    ("chosen", "trainer", "server", "url", "message"),
+    [
+        ("nccl", "cpu", info("cpu"), "http://127.0.0.1:1", "needs a GPU on both sides"),
+        ("auto", "cuda", info("cuda", weight_transfer_config=None), "http://127.0.0.1:1", "weight-transfer-config"),
+        ("auto", "cpu", info("cpu", parallel_config={"worker_extension_cls": ""}), "http://127.0.0.1:1", "grpo-lab serve"),
+        ("auto", "cpu", info("cpu"), "http://10.0.0.7:8000", "not on this machine"),
+    ],
+)  # fmt: skip
+def test_no_way_for_the_weights_is_an_error(
+    chosen: str, trainer: str, server: dict[str, Any], url: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        server_client.weight_way(chosen, torch.device(trainer), server, url)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "mode", "message"),
+    [
+        ({"server": {"retries": 1}}, "colocate", r"rollout\.server.*vllm_mode: server"),
+        ({"engine": {"dtype": "float32"}}, "server", r"rollout\.engine.*grpo-lab serve"),
+        ({"server": {"retrys": 1}}, "server", "did you mean 'retries'"),
+        ({"server": {"request_timeout": 0}}, "server", "seconds > 0"),
+        ({"server": {"weights": "pigeon"}}, "server", "must be one of"),
+    ],
+)
+def test_settings_without_effect_are_refused(rollout: Any, mode: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LabConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode=mode, rollout=rollout)
+
+
+def test_heads_without_a_kernel_are_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 8}))
+    with pytest.raises(ValueError, match="heads of size 8"):
+        refuse_unsupported_model(str(tmp_path))

@@ -1,0 +1,173 @@
+"""What a model brings that keeps rows from being left out: read off real (tiny, random) models of several families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    DbrxConfig,
+    MixtralConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.exact_update import verdict
+from grpo_lab.trainer.model_conditions import (
+    RandomnessWatch,
+    dropout_rate,
+    keeps_positions,
+    layer_drop_rate,
+    mixes_rows,
+    router_noise,
+)
+from parity.harness import arguments, train
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
+#: config, dropout, layer drop, router noise, whether a training forward draws random numbers
+MODELS: dict[str, tuple[PreTrainedConfig, float, float, float, bool]] = {
+    "qwen2": (Qwen2Config(**SIZES), 0.0, 0.0, 0.0, False),
+    "qwen2 attention_dropout": (Qwen2Config(**SIZES, attention_dropout=0.25), 0.25, 0.0, 0.0, True),
+    "qwen2_moe": (
+        Qwen2MoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), 0.0, 0.0, 0.0, False,
+    ),
+    "mixtral": (MixtralConfig(**EXPERTS), 0.0, 0.0, 0.0, False),
+    "mixtral router_jitter_noise": (MixtralConfig(**EXPERTS, router_jitter_noise=0.125), 0.0, 0.0, 0.125, True),
+    "opt layerdrop": (
+        OPTConfig(
+            vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=64, dropout=0.0, attention_dropout=0.0, layerdrop=0.5,
+        ), 0.0, 0.5, 0.0, True,
+    ),
+    "biogpt": (
+        BioGptConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, layerdrop=0.25,
+                     hidden_dropout_prob=0.125, attention_probs_dropout_prob=0.0, activation_dropout=0.0),
+        0.125, 0.25, 0.0, True,
+    ),
+    "dbrx moe_jitter_eps": (
+        DbrxConfig(
+            d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=64, resid_pdrop=0.0, emb_pdrop=0.0,
+            attn_config={"kv_n_heads": 2, "attn_pdrop": 0.0, "rope_theta": 10_000.0, "clip_qkv": 8},
+            ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.125},
+        ), 0.0, 0.0, 0.125, True,
+    ),
+    # its router draws its experts in training, and no setting says so: only the watch sees it
+    "phimoe": (
+        PhimoeConfig(
+            **{**EXPERTS, "num_experts_per_tok": 2}, router_jitter_noise=0.0, input_jitter_noise=0.0
+        ), 0.0, 0.0, 0.0, True,
+    ),
+}  # fmt: skip
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(MODELS[name][0])
+    return model.train()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rates_are_those_of_the_config_whatever_the_family_calls_them(name: str) -> None:
+    model, (_, dropout, layer_drop, noise, _) = built(name), MODELS[name]
+    assert (dropout_rate(model), layer_drop_rate(model), router_noise(model)) == (dropout, layer_drop, noise)
+    assert not mixes_rows(model, "no")
+    assert keeps_positions(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_watch_sees_every_random_forward_and_no_other(name: str) -> None:
+    model, is_random = built(name), MODELS[name][4]
+    watch = RandomnessWatch(torch.device("cpu"))
+    torch.rand(1)  # drawn outside: not the forward's
+    watch.start()
+    model(input_ids=torch.arange(3, 15).unsqueeze(0)).logits.sum().backward()
+    watch.stop()
+    torch.rand(1)
+    assert watch.drawn is is_random
+
+
+def test_the_watch_keeps_what_it_saw() -> None:
+    watch = RandomnessWatch(torch.device("cpu"))
+    for draw in (True, False):
+        watch.start()
+        torch.rand(1) if draw else None
+        watch.stop()
+    assert watch.drawn
+
+
+def test_layers_that_mix_rows() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert not mixes_rows(plain, "bf16")
+    assert mixes_rows(plain, "fp8")
+    assert mixes_rows(nn.Sequential(plain, nn.BatchNorm1d(2)), "no")
+    limited = nn.Linear(2, 2)
+    limited.expert_capacity = 4  # type: ignore[assignment]  # as Switch's and NLLB's routers keep it
+    assert mixes_rows(nn.Sequential(limited), "no")
+
+
+def test_adapters_and_submodules_are_read() -> None:
+    inner = nn.Linear(2, 2)
+    inner.rank_dropout = {"default": 0.5}  # type: ignore[assignment]  # as PEFT's LoKr layers keep it
+    assert dropout_rate(nn.Sequential(inner, nn.Dropout(0.25))) == 0.5
+    assert dropout_rate(nn.Sequential(nn.Dropout(0.25))) == 0.25
+    inner.drop_last = True  # type: ignore[assignment]  # no rate
+    inner.rank_dropout = {"default": None}  # type: ignore[assignment]
+    assert dropout_rate(inner) == 0.0
+
+
+def saved(name: str, folder: Path) -> Path:
+    _, tokenizer = tiny_model("qwen2")
+    config = MODELS[name][0]
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "steps_in_bins"),
+    [
+        ("mixtral", None, 3),
+        ("mixtral router_jitter_noise", "router_jitter_noise=0.125", 0),
+        ("opt layerdrop", "layerdrop=0.5", 0),
+        ("phimoe", "drew random numbers in the first step", 1),
+    ],
+)
+def test_in_training(
+    name: str, reason: str | None, steps_in_bins: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is named once, and from then on every row is computed in TRL's batches."""
+    caplog.set_level("INFO", logger="grpo_lab")
+    config = LabConfig(
+        **arguments(tmp_path / "out", max_steps=3, learning_rate=1e-3, router_aux_loss_coef=0.0), objective="dr_grpo"
+    )
+    run = train(LabTrainer, config, saved(name, tmp_path / "model"))
+    assert sum("update/live_share" in row for row in run.history) == steps_in_bins
+    assert verdict(run.trainer).stock == verdict(run.trainer).all_rows
+    if reason is None:
+        assert verdict(run.trainer).stock is None
+    else:
+        assert caplog.text.count(reason) == 1
+
+
+def test_one_rank_that_drew_decides_for_all() -> None:
+    flags: Any = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, torch.ones_like(mine)])
+    )
+    assert RandomnessWatch(torch.device("cpu")).drawn_anywhere(flags)

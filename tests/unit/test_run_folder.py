@@ -1,0 +1,51 @@
+"""Whose output folder it is: what a run may be resumed with, and what ``--overwrite`` leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.pipelines.recipe import DataSection, ModelSection, Recipe
+from grpo_lab.pipelines.run_folder import claim, fingerprint
+
+
+def recipe(folder: Path, **arguments: Any) -> Recipe:
+    return Recipe(
+        "r",
+        ModelSection(path="m"),
+        DataSection("gsm8k", "chat"),
+        (),
+        arguments={"output_dir": str(folder), **arguments},
+    )
+
+
+def test_another_server_address_is_the_same_run(tmp_path: Path) -> None:
+    one = recipe(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:8000")
+    other = recipe(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:9000")
+    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint(one) != fingerprint(replace(one, arguments={**one.arguments, "vllm_mode": "colocate"}))
+    assert fingerprint(one) != fingerprint(recipe(tmp_path, learning_rate=1e-3))
+
+
+def test_a_run_whose_start_failed_can_be_resumed(tmp_path: Path) -> None:
+    """A server that is never up is noticed after the cold start: its minutes must not be lost."""
+    first = recipe(tmp_path / "out", learning_rate=1e-3)
+    folder = claim(first, overwrite=False, resume=False)
+    (folder / "cold_start").mkdir()
+    with pytest.raises(ValueError, match="--resume or --overwrite"):
+        claim(first, overwrite=False, resume=False)
+    claim(first, overwrite=False, resume=True)
+    assert (folder / "cold_start").is_dir()
+    with pytest.raises(ValueError, match="other settings"):
+        claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=False, resume=True)
+
+
+def test_overwrite_leaves_no_checkpoint_of_the_run_before(tmp_path: Path) -> None:
+    """Resuming takes the highest number: a checkpoint-60 left behind would win over this run's checkpoint-8."""
+    folder = claim(recipe(tmp_path / "out"), overwrite=False, resume=False)
+    (folder / "checkpoint-60").mkdir()
+    claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=True, resume=False)
+    assert not (folder / "checkpoint-60").exists()

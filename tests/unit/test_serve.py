@@ -1,0 +1,103 @@
+"""``grpo-lab serve``: what is refused before an engine starts, and the command line that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from grpo_lab.cli import main
+from grpo_lab.rollouts import serve
+from grpo_lab.rollouts.server import ServerOptions, server_command
+
+
+def chosen(*words: str) -> ServerOptions:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return serve.options_from(parser.parse_args(["--model", "some/model", *words]))
+
+
+def test_options_reach_the_server_s_command_line() -> None:
+    options = chosen(
+        "--port", "8123", "--max-model-len", "512", "--kv-cache-gib", "0.5", "--seed", "7", "--dtype", "bfloat16"
+    )
+    command = server_command(options, on_cpu=True)
+    said = dict(itertools.pairwise(command))
+    assert said["--model"] == "some/model"
+    assert said["--host"] == "127.0.0.1"
+    assert (said["--port"], said["--max-model-len"], said["--seed"], said["--dtype"]) == (
+        "8123",
+        "512",
+        "7",
+        "bfloat16",
+    )
+    assert said["--kv-cache-memory-bytes"] == str(2**29)
+    assert said["--logprobs-mode"] == "processed_logprobs"
+    assert "--trust-remote-code" not in command
+
+
+def test_a_gpu_server_has_nccl_and_our_worker() -> None:
+    command = server_command(chosen("--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.8"), on_cpu=False)
+    said = dict(itertools.pairwise(command))
+    assert json.loads(said["--weight-transfer-config"]) == {"backend": "nccl"}
+    assert said["--worker-extension-cls"] == "grpo_lab.rollouts.server_worker.WeightLoading"
+    assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "80"], "1024"),
+        (["--max-model-len", "-1"], "positive"),
+        (["--tensor-parallel-size", "0"], "tensor_parallel_size"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
+        (["--host", "0.0.0.0"], "every network of this machine"),
+        (["--host", "::"], "every network of this machine"),
+        (["--host", "node7"], "must be an address"),
+    ],
+)
+def test_a_wrong_value_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "x", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", "x", "--port", str(port)]) == 2
+        assert f"port {port}" in capsys.readouterr().err
+    serve.refuse_taken_port(port)
+
+
+def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
+    """Between the machines of a cluster; the default stays 127.0.0.1."""
+    assert chosen().host == "127.0.0.1"
+    assert chosen().is_local
+    options = chosen("--host", "10.0.0.3", "--port", "8001")
+    assert not options.is_local
+    assert options.base_url == "http://10.0.0.3:8001"
+    assert chosen("--host", "fd00::7").base_url == "http://[fd00::7]:8000"
+    said = dict(itertools.pairwise(server_command(options, on_cpu=False)))
+    assert said["--host"] == "10.0.0.3"
+    assert "10.0.0.3:8001 without a password" in serve.exposed(options)
+
+
+def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--model", "x", "--host", "192.0.2.1"]) == 2
+    assert "an address of this machine" in capsys.readouterr().err
+
+
+def test_head_size_of_a_folder(tmp_path: Path) -> None:
+    assert serve.head_size(str(tmp_path)) is None
+    assert serve.head_size("Qwen/Qwen2.5-0.5B") is None
+    for config, size in (({"hidden_size": 64, "num_attention_heads": 4}, 16), ({"head_dim": 8, "hidden_size": 64}, 8)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert serve.head_size(str(tmp_path)) == size
