@@ -40,7 +40,19 @@ from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
 from grpo_lab.pipelines.train import load_for_evaluation
 
 METHODS = ("shortest_sft", "dpo", "simpo", "merge")
-_SECTIONS = ("name", "method", "model", "short_model", "alpha", "data", "reward", "pairs", "training", "evaluation")
+_SECTIONS = (
+    "name",
+    "method",
+    "model",
+    "short_model",
+    "alpha",
+    "data",
+    "reward",
+    "pairs",
+    "samples",
+    "training",
+    "evaluation",
+)
 
 console = Console()
 
@@ -63,6 +75,7 @@ class Long2ShortRecipe:
         model: the long-winded one, a saved model.
         short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
         data: problems to sample on; not for ``merge``.
+        samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
     """
 
@@ -73,6 +86,7 @@ class Long2ShortRecipe:
     reward: RewardSection = field(default_factory=lambda: RewardSection("accuracy", arguments={"mode": "strict"}))
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(n_samples=8))
     pairs: PairSettings | None = None
+    samples: str | None = None
     short_model: str | None = None
     alpha: float = 0.5
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -127,6 +141,7 @@ def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long
         "reward": reward_section,
         "pairs": lambda value: section_of(PairSettings, value, "pairs"),
         "evaluation": evaluation_section,
+        "samples": str,
         "short_model": str,
         "alpha": float,
     }
@@ -142,7 +157,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """
     began = time.perf_counter()
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
-    before = _measure(recipe, path, folder / "evaluation" / "before")
+    wanted = recipe.evaluation is not None and recipe.evaluation.before
+    before = _measure(recipe, path, folder / "evaluation" / "before") if wanted else None
     if recipe.method == "merge":
         rows: list[dict[str, Any]] = []
         _merge(recipe, path, folder)
@@ -215,7 +231,7 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
         sampler,
         reward,
         recipe.sampling.n_samples,
-        path=folder / "samples.jsonl",
+        path=recipe.samples or folder / "samples.jsonl",
         settings={**sampler.identity(), "reward": told(recipe.reward)},
         batch_size=recipe.sampling.problems_per_save,
         label="samples",
