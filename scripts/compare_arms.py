@@ -170,12 +170,12 @@ def draw(experiment: Experiment, found: dict[str, list[dict[str, Any]]], path: P
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = ["#0072B2", "#D55E00", "#009E73", "#A8558A"]
+    colours = ["#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280"]
     figure, axes = pyplot.subplots(
         1, len(experiment.curves), figsize=(5.2 * len(experiment.curves), 3.4), squeeze=False
     )
     for axis, (title, metric) in zip(axes[0], experiment.curves.items(), strict=True):
-        for colour, (arm, runs) in zip(colours, found.items(), strict=False):
+        for colour, (arm, runs) in zip(colours[: len(found)], found.items(), strict=True):
             curves = [smooth([v for v in run["curves"][metric] if v is not None]) for run in runs]
             curves = [curve for curve in curves if curve]
             for curve in curves:

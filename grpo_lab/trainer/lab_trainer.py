@@ -23,6 +23,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate, verdict
+from grpo_lab.trainer.kl_penalty import penalised
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
@@ -245,7 +246,7 @@ class LabTrainer(GRPOTrainer):
         ):
             return  # TRL's own stay
         if kl is not None:
-            table = self._penalised(output, table, kl)
+            table = penalised(self, output, table, kl, _loss_mask(output))
         advantages = self.compute_advantages(table)
         if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
             raise ValueError(
@@ -256,41 +257,6 @@ class LabTrainer(GRPOTrainer):
         start = self.accelerator.process_index * local
         output["advantages"] = advantages[start : start + local].to(output["advantages"].device)
         trl_bridge.replace_logged_advantages(self, advantages)
-
-    def _penalised(self, output: dict[str, Any], table: RewardTable, kl: Any) -> RewardTable:
-        """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here."""
-        mask = _loss_mask(output)
-        old = output.get("old_per_token_logps")
-        if old is None:
-            old = self._log_probs_at_generation(output)
-            output["old_per_token_logps"] = old
-        penalty = self.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
-        book = self.metric_book(self._mode())
-        book.add("kl/reward_penalty", penalty.sum(), penalty.numel())
-        book.settle_alike()
-        column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
-        column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
-        return RewardTable(
-            torch.cat([table.values, column], dim=1),
-            (*table.names, "kl"),
-            torch.cat([table.weights, torch.ones(1)]),
-            table.group_size,
-        )
-
-    @torch.no_grad()
-    def _log_probs_at_generation(self, output: dict[str, Any]) -> Tensor:
-        input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
-        logps, _, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            input_ids,
-            attention,
-            output["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-            **multimodal,
-        )
-        return logps
 
     def _record_rewards(self, scored: Scored, mode: str) -> None:
         book, table = self._books[mode], scored.table
