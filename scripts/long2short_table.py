@@ -60,8 +60,7 @@ def make_long_winded(model: str, folder: Path, seed: int) -> None:
         "seed": seed,
         "logging_steps": 50,
     }
-    trained = cold_start(AutoModelForCausalLM.from_pretrained(model), tokenizer, rows, folder, settings)
-    trained.save_pretrained(folder)
+    cold_start(AutoModelForCausalLM.from_pretrained(model), tokenizer, rows, folder, settings)
     tokenizer.save_pretrained(folder)
 
 
@@ -78,7 +77,7 @@ def table(options: argparse.Namespace, long: Path) -> list[dict[str, Any]]:
     common |= {"gradient_checkpointing": False}
     ways: dict[str, dict[str, Any]] = {
         "shortest_sft": {"training": {**common, "learning_rate": 5e-4, "per_device_train_batch_size": 32}},
-        "dpo": {"training": {**common, "learning_rate": 1e-4, "per_device_train_batch_size": 16, "beta": 0.1}},
+        "dpo": {"training": {**common, "learning_rate": 2e-5, "per_device_train_batch_size": 16, "beta": 0.1}},
         "simpo": {
             "training": {
                 **common,

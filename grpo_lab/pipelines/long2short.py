@@ -253,13 +253,12 @@ def _train(recipe: Long2ShortRecipe, path: str, rows: list[dict[str, Any]], fold
     if recipe.method == "shortest_sft":
         from grpo_lab.trainer.cold_start import supervised
 
-        trained = supervised(model, tokenizer, data, folder, arguments)
+        supervised(model, tokenizer, data, folder, arguments)
     else:
         from grpo_lab.trainer.preference import prefer
 
         method: Any = recipe.method
-        trained = prefer(method, model, tokenizer, data, folder, arguments)
-    trained.save_pretrained(folder)
+        prefer(method, model, tokenizer, data, folder, arguments)
     tokenizer.save_pretrained(folder)
 
 

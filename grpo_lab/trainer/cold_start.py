@@ -29,7 +29,7 @@ def cold_start(
     if "worked_solution" not in rows.column_names:
         raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
     pairs = rows.map(_as_pair, remove_columns=rows.column_names)
-    return supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`")
+    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`")
 
 
 def supervised(
@@ -40,8 +40,9 @@ def supervised(
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
     where: str = "`training`",
-) -> Any:
-    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only.
+) -> None:
+    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The trainer
+    saves to ``output_dir``, as in ``cold_start``.
 
     Raises:
         ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.

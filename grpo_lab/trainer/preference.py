@@ -30,8 +30,8 @@ def prefer(
     output_dir: Path,
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
-) -> Any:
-    """Train ``model`` to prefer ``chosen`` to ``rejected``. Returns the model.
+) -> None:
+    """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join in).
 
     Args:
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
@@ -58,7 +58,7 @@ def prefer(
         callbacks=callbacks,
     )
     trainer.train()
-    return trainer.accelerator.unwrap_model(trainer.model)
+    trainer.save_model(str(output_dir))
 
 
 def _trl(method: Method) -> tuple[Any, Any]:

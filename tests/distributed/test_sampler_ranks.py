@@ -7,41 +7,29 @@ successes can only be counted after the gather.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.sampler_worker import RESUME_AT
-from distributed.test_two_processes import CONFIG, free_port
 
-WORKER = Path(__file__).with_name("sampler_worker.py")
+WORKER = HERE / "sampler_worker.py"
 GROUP = 4
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def sampled_worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     return {processes: launch(processes, tiny_folder, tmp_path_factory.mktemp("sampler")) for processes in (1, 2)}
 
 
 def launch(processes: int, model: Path, out: Path) -> dict[str, Any]:
     args = {"per_device_train_batch_size": 4 // processes}
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "args": args}))
-    (out / "accelerate.yaml").write_text(CONFIG.format(processes=processes, port=free_port()))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(out / "accelerate.yaml")]
-    done = subprocess.run(
-        [*command, str(WORKER), str(out / "spec.json")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(WORKER), str(out / "spec.json")], timeout=600)
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     return report
 
@@ -51,8 +39,8 @@ def batches(report: dict[str, Any]) -> list[list[int]]:
     return [[number for rows in of_ranks for number in rows] for of_ranks in zip(*report["ranks"], strict=True)]
 
 
-def test_ranks_share_one_order_with_whole_groups(worlds: dict[int, dict[str, Any]]) -> None:
-    two = worlds[2]["whole"]
+def test_ranks_share_one_order_with_whole_groups(sampled_worlds: dict[int, dict[str, Any]]) -> None:
+    two = sampled_worlds[2]["whole"]
     assert len(two["ranks"]) == 2
     assert len(set(two["fingerprints"])) == 1
     for batch in batches(two):
@@ -61,13 +49,13 @@ def test_ranks_share_one_order_with_whole_groups(worlds: dict[int, dict[str, Any
         assert len({group[0] for group in groups}) == 3
 
 
-def test_two_ranks_serve_what_one_process_serves(worlds: dict[int, dict[str, Any]]) -> None:
-    assert batches(worlds[2]["whole"]) == batches(worlds[1]["whole"])
-    assert len(batches(worlds[1]["whole"])) == 9
+def test_two_ranks_serve_what_one_process_serves(sampled_worlds: dict[int, dict[str, Any]]) -> None:
+    assert batches(sampled_worlds[2]["whole"]) == batches(sampled_worlds[1]["whole"])
+    assert len(batches(sampled_worlds[1]["whole"])) == 9
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_goes_on_in_the_same_order(worlds: dict[int, dict[str, Any]], processes: int) -> None:
-    report = worlds[processes]
+def test_a_resumed_run_goes_on_in_the_same_order(sampled_worlds: dict[int, dict[str, Any]], processes: int) -> None:
+    report = sampled_worlds[processes]
     assert batches(report["resumed"]) == batches(report["whole"])[RESUME_AT:]
     assert report["resumed"]["fingerprints"] == report["whole"]["fingerprints"]
