@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,19 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def build(folder: Path, architecture: str, tie: bool, **changes: Any) -> LabTrainer:
+def build(
+    folder: Path,
+    architecture: str,
+    tie: bool,
+    peft_config: Any = None,
+    folder_of_model: Path | None = None,
+    **changes: Any,
+) -> LabTrainer:
     """A tiny model with heads of 32, the smallest that vLLM's CPU kernels have."""
-    model, tokenizer = tiny_model(architecture, hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=tie)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    if folder_of_model is None:
+        model, tokenizer = tiny_model(architecture, hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=tie)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"), "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "colocate",
         "rollout": {"verify_every": 1, "engine": {"kv_cache_gib": 0.25, "max_model_len": 128}},
@@ -39,10 +48,11 @@ def build(folder: Path, architecture: str, tie: bool, **changes: Any) -> LabTrai
     }  # fmt: skip
     rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
     return LabTrainer(
-        model=str(folder / "model"),
+        model=str(folder_of_model or folder / "model"),
         reward_funcs=odd_share,
         args=LabConfig(**{**settings, **changes}),
         train_dataset=rows,
+        peft_config=peft_config,
     )
 
 
@@ -57,6 +67,27 @@ def test_eight_steps_with_a_proven_sync(architecture: str, tie: bool, tmp_path: 
     assert len(steps) == 8
     assert all(math.isfinite(row["loss"]) for row in steps)
     assert max(row["sampling/sampling_logp_difference/mean"] for row in steps) < 1e-4
+
+
+def test_eight_steps_of_lora_with_a_proven_sync(tmp_path: Path) -> None:
+    """Adapters are merged for the engine and unmerged for the trainer."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    trainer = build(tmp_path, "qwen2", tie=True, peft_config=lora)
+    trainer.train()
+    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
+    assert len(gaps) == 8
+    assert max(gaps) < 1e-4
+
+
+def test_eight_steps_of_a_real_pretrained_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """stories260K (skipped without the data), with its trained weights: heads widened to what the CPU kernels have."""
+    trainer = build(tmp_path, "stories", tie=True, folder_of_model=checkpoint("stories"))
+    trainer.train()
+    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
+    assert len(gaps) == 8
+    assert max(gaps) < 1e-4
 
 
 def test_a_stale_tied_head_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,22 @@ def test_kimi_trainer_adds_the_length_reward_after_its_warm_up(tmp_path: Path) -
     assert rows[-1]["rewards/kimi_length_reward/std"] > 0.0
 
 
+def test_the_warm_up_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """Warm-up of 3 updates, checkpoint after 2: the resumed run has the weights and rewards of the uninterrupted one."""
+    settings: dict[str, Any] = {"num_iterations": 1, "objective": MIRROR, "reset_optimizer": True}
+    rewards = [accuracy_reward, KimiLengthReward(0.5, warmup_steps=3)]
+    whole = build(tmp_path / "a", rewards=rewards, **settings)
+    whole.train()
+    build(tmp_path / "b", rewards=rewards, **settings, save_strategy="steps", save_steps=2).train()
+    again = build(tmp_path / "b", rewards=rewards, **settings)
+    again.rollout_func.calls = 2
+    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    for trainer in (whole, again):
+        rows = [row for row in trainer.state.log_history if "reward" in row]
+        assert [row["reward_weights/kimi_length_reward"] for row in rows] == [0.0, 0.0, 0.0, 0.5]
+    assert torch.equal(weights(again), weights(whole))
+
+
 def test_kimi_trainer_leaves_a_given_length_reward_alone() -> None:
     own = KimiLengthReward(weight=0.1)
     assert KimiTrainer.declared_rewards([accuracy_reward, own]) == [accuracy_reward, own]
