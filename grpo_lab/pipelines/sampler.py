@@ -57,6 +57,10 @@ class ModelSampler:
     """
 
     def __init__(self, model: str, settings: SamplingSettings) -> None:
+        if model.count("/") != 1 and "/" in model and not Path(model).is_dir():  # no hub name has that form
+            raise ValueError(
+                f"`model.path` is {model!r}: no such folder (a saved model, or a hub name such as org/model)"
+            )
         self.settings, self.name = settings, model
         self.made = 0  # completions by this process
         self.full_length = self.cut = 0  # of them: under max_completion_length, and cut by it
