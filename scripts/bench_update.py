@@ -5,7 +5,7 @@ which a set share of groups is dead. Timed: everything between two optimizer ste
 Checked: the first step's gradient and the weights' movement after the steps under SGD are the same; AdamW's is reported.
 The floor is a plain Hugging Face forward and backward over exactly the live tokens, packed without padding.
 
-    make bench-update                       # CPU, about 10 minutes on two cores
+    make bench-update                       # CPU, about 15 minutes on two cores
     python scripts/bench_update.py --quick  # a check that it runs
     python scripts/bench_update.py --gpu    # Qwen2.5-0.5B and 1.5B shapes, bf16, gradient checkpointing on and off
 """
@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,7 +218,7 @@ def stock_tokens(rollouts: Rollouts, args: argparse.Namespace) -> float:
 
 
 def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
-    """Seconds of plain forward + backward on exactly the live tokens: rows of one length class share a batch, no padding.
+    """Seconds of plain forward + backward on exactly the live tokens (prompts too, which its LM head scores and ours does not).
 
     Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that attention is
     block-diagonal and no position is padding (the last row of a batch may be short).
@@ -225,6 +226,7 @@ def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
     model = model.to("cuda" if args.gpu else "cpu").train()
     rollouts = Rollouts(args.rows, dead, model.config.vocab_size)
+    reset_peak()
     total = 0.0
     for call in range(args.steps):
         live = sorted(
@@ -270,20 +272,24 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) -> dict[str, Any]:
-    """Stock and ours in turn, ``args.repeats`` times; medians of seconds."""
+    """Stock and ours in turn, ``args.repeats`` times, then ours and the floor in turn, ``args.floor_repeats`` times; medians."""
     stock, ours = [], []
     for _ in range(args.repeats):
         stock.append(run(GRPOTrainer, folder, args, dead, corrected, "sgd"))
         ours.append(run(LabTrainer, folder, args, dead, corrected, "sgd"))
-    median = lambda sides: sorted(side.seconds for side in sides)[len(sides) // 2]  # noqa: E731
+    stock_s, ours_s = median(side.seconds for side in stock), median(side.seconds for side in ours)
     row: dict[str, Any] = {
-        "dead": dead * GROUP / args.rows, "stock s": median(stock), "ours s": median(ours), "speed-up": median(stock) / median(ours),
+        "dead": dead * GROUP / args.rows, "stock s": stock_s, "ours s": ours_s, "speed-up": stock_s / ours_s,
         "stock MiB": max(s.peak for s in stock), "ours MiB": max(s.peak for s in ours), "stock tokens": stock[0].tokens,
         "ours tokens": ours[0].tokens, "gradient": relative(ours[0].gradient, stock[0].gradient), "movement": relative(ours[0].moved, stock[0].moved),
     }  # fmt: skip
     if not corrected:
-        row["floor s"] = floor(folder, args, dead)
-        row["ours/floor"] = row["ours s"] / row["floor s"]
+        in_turn = [
+            (run(LabTrainer, folder, args, dead, corrected, "sgd").seconds, floor(folder, args, dead))
+            for _ in range(args.floor_repeats)
+        ]
+        beside, row["floor s"] = (median(seconds) for seconds in zip(*in_turn, strict=True))
+        row["ours/floor"] = beside / row["floor s"]
         if 0.5 < row["dead"] < 0.7:
             adam = [run(kind, folder, args, dead, corrected, "adamw_torch") for kind in (GRPOTrainer, LabTrainer)]
             row["movement AdamW"] = relative(adam[1].moved, adam[0].moved)
@@ -320,11 +326,12 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--floor-repeats", type=int, default=3, help="ours and the floor in turn")
     parser.add_argument("--dead", type=float, nargs="*", default=[0.0, 0.30, 0.62, 0.90])
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
     args = parser.parse_args()
     if args.quick:
-        args.rows, args.steps, args.dead = 64, 1, [0.62]
+        args.rows, args.steps, args.dead, args.floor_repeats = 64, 1, [0.62], 1
     results = {}
     print(
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",

@@ -21,6 +21,7 @@ from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 class Bin:
     """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
 
+    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool outputs).
     ``fields`` are the table's per-row tensors cut to the bin, per-token ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for
     each completion token, its log-prob among the ``L - 1`` of the forward.
     """
@@ -106,16 +107,17 @@ class RowTable:
             name: value[index] for name, value in self.fields.items() if name not in ("prompt_ids", "prompt_mask")
         }
         fields = {name: value[:, :width] if self._is_per_token(name) else value for name, value in fields.items()}
-        loss_mask = self.loss_mask[index, :width]
+        loss_mask = self.loss_mask[index, :width] & bool(rows)
+        own = loss_mask.gather(1, (steps - prompt.unsqueeze(1)).clamp(0, width - 1)) & (steps >= prompt.unsqueeze(1)) & real
         return Bin(
             input_ids=input_ids,
-            labels=input_ids.masked_fill(~real | (steps < prompt.unsqueeze(1)), -100),
+            labels=input_ids.masked_fill(~own, -100),
             position_ids=(
                 self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])
             ).unsqueeze(1)
             + steps,
             take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),
-            loss_mask=loss_mask if rows else torch.zeros_like(loss_mask),
+            loss_mask=loss_mask,
             fields=fields,
         )
 

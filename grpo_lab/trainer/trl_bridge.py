@@ -131,21 +131,56 @@ def completion_log_probs(
     labels: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies ``[B, L - 1]`` of ``labels`` (−100 = not scored) by TRL's fused LM head.
+    """Log-probs and entropies ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
 
     Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
     left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
     have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
     look, so there is no attention mask and the kernels take their causal path.
+
+    Without Triton TRL's head projects every position onto the vocabulary, prompts and padding too, and throws most of it
+    away. Here only scored positions leave the backbone, as one row of ``shift_labels``.
     """
-    with trainer.accelerator.autocast():
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    scored = following != -100
+    places = scored.flatten().nonzero().squeeze(1)
+    with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
         output = model(
             input_ids=input_ids,
             position_ids=position_ids,
-            labels=labels,
+            shift_labels=following.flatten()[places].unsqueeze(0),
             fused_lm_head=True,
         )
-    return output.log_probs, output.entropy
+
+    def spread(values: Tensor) -> Tensor:
+        flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
+        return flat.view_as(scored)[:, :-1]
+
+    return spread(output.log_probs), spread(output.entropy)
+
+
+def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
+    inner: Any = trainer.accelerator.unwrap_model(model)
+    if hasattr(inner, "get_base_model"):  # PEFT
+        inner = inner.get_base_model()
+    found: torch.nn.Module = inner.base_model
+    return found
+
+
+@contextlib.contextmanager
+def _states_at(layers: torch.nn.Module, places: Tensor) -> Iterator[None]:
+    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B × L]``."""
+
+    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return output
+
+    hook = layers.register_forward_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
