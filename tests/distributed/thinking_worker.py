@@ -1,7 +1,7 @@
 """A budgeted training whose ranks differ in how many rows go on: MODEL OUT KIND.
 
-Rank 0 gets prompts that think, rank 1 prompts with a closed thinking block: cut rows are on one rank only, the others on the
-other. Each rank writes ``rank-<r>.pt``: its micro-batches, the gradient of the step where parameters are whole, the log.
+Rank 0 gets a prompt that thinks and one with a closed thinking block, rank 1 only closed ones: rank 0 has rows for both calls that
+go on, rank 1 for one of them. Each rank writes ``rank-<r>.pt``: its micro-batches, the gradient of the step where parameters are whole, the log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(model: str, out: str, kind: str) -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     args = settings(Path(out), 8, per_device_train_batch_size=3, num_generations=3, shuffle_dataset=False)
-    prompts = [f"Tom has {i} apples.\n{CLOSED if i % 4 > 1 else ''}" for i in range(16)]
+    prompts = [f"Tom has {i} apples.\n{'' if i % 4 == 0 else CLOSED}" for i in range(16)]
     trainer = TappedTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=odd_share,
