@@ -38,6 +38,7 @@ def build(folder: Path, budget: int | None, **changes: Any) -> TappedTrainer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_gradient_is_the_oracles(budget: int | None, tmp_path: Path) -> None:
     """Every aggregation in turn; inserted tokens are context and nothing else, in sums and in denominators."""
@@ -58,6 +59,7 @@ def test_gradient_is_the_oracles(budget: int | None, tmp_path: Path) -> None:
         assert found < 3e-6, step.aggregation  # TRL's head makes float32 log-probs
 
 
+@pytest.mark.slow
 def test_a_lost_mask_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test: with loss on the inserted tokens the gradient is another one."""
     lost = ThinkingRollout.__call__

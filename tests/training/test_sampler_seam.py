@@ -23,6 +23,8 @@ from parity.harness import arguments, problems, train
 
 GROUP = 4
 
+pytestmark = pytest.mark.slow
+
 
 class Judge:
     """The reward of the module docstring; keeps the prompts of every generation batch in order."""
