@@ -68,10 +68,6 @@ def check_thinking(args: Any, settings: RolloutSettings) -> None:
             f"`generation_kwargs.{overriding[0]}` would end the thinking or the answer where `rollout.thinking_budget` cannot "
             "see it; leave one of them out (`max_completion_length` is the limit of a whole completion)"
         )
-    if args.use_vllm and args.vllm_mode == "server":
-        raise ValueError(
-            "`rollout.thinking_budget` is not supported yet with `vllm_mode: server`; use `colocate`, or leave it out"
-        )
 
 
 def thinking_rollout(trainer: LabTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
@@ -108,34 +104,38 @@ class ThinkingRollout:
         self.budget = budget
 
     def __call__(self, prompts: list[Any], trainer: LabTrainer) -> dict[str, Any]:
-        prompt_ids, images, multimodal = trainer._tokenize_prompts(prompts)
+        tokenized, images, multimodal = trainer._tokenize_prompts(prompts)
         if images is not None or multimodal:
             raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")
+        prompt_ids = [list(ids) for ids in tokenized]
         several = trainer.accelerator.num_processes > 1
-        generate = trainer_generate(trainer, spare=list(prompt_ids[0]))
+        generate = trainer_generate(trainer, prompt_ids, self.budget.budget)
         done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)
         _record_cuts(trainer, done)
         unscored = any(completion.logprobs is None for completion in done)
         return {
-            "prompt_ids": [list(ids) for ids in prompt_ids],
+            "prompt_ids": prompt_ids,
             "completion_ids": [completion.ids for completion in done],
             "logprobs": None if unscored else [completion.logprobs for completion in done],
             "env_mask": [completion.mask for completion in done],
         }
 
 
-def trainer_generate(trainer: LabTrainer, spare: list[int]) -> Generate:
+def trainer_generate(trainer: LabTrainer, batch: list[list[int]], budget: int) -> Generate:
     """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation, whichever engine it drives.
 
-    ``spare``: a prompt that a rank without rows completes in vain, so that ranks stay in step.
+    The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows that go on
+    differ even within a group and are asked for one by one. A rank without such rows completes the batch's first prompt in
+    vain, so that ranks stay in step.
     """
 
     def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], list[list[float]] | None]:
-        rows = prompt_ids + [spare] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
+        rows = prompt_ids + [list(batch[0])] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
         if not rows:
             return [], []
-        with _at_most(trainer, max_new_tokens):  # one completion a row: rows that go on differ even within a group
-            ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=1)
+        group = trainer._group_size() if budget > 0 and prompt_ids == batch else 1
+        with _at_most(trainer, max_new_tokens):
+            ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
         count = len(prompt_ids)
         return ids[:count], None if logprobs is None else logprobs[:count]
 

@@ -82,11 +82,6 @@ def test_a_lost_mask_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"thinking_budget": 8, "budget_text": "no end"}, {}, "budget_text must contain '</think>'"),
         ({"budget_text": STOP_TEXT}, {}, "has an effect only with `rollout.thinking_budget`"),
         ({"thinking_budget": 8}, {"generation_kwargs": {"max_new_tokens": 3}}, "`generation_kwargs.max_new_tokens`"),
-        (
-            {"thinking_budget": 8},
-            {"use_vllm": True, "vllm_mode": "server"},
-            "not supported yet with `vllm_mode: server`",
-        ),
     ],
 )
 def test_bad_settings_are_named(rollout: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path) -> None:

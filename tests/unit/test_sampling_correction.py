@@ -1,0 +1,50 @@
+"""The correction's weights by completion length: quartiles, what the bounds keep, sums and counts, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_lab.trainer.sampling_correction import by_length, kept_by_bounds, length_quartiles
+
+
+def test_quartiles_by_hand() -> None:
+    # cuts of 1..8 at 2.75, 4.5, 6.25
+    assert length_quartiles(torch.tensor([8, 1, 2, 3, 7, 6, 5, 4])).tolist() == [3, 0, 0, 1, 3, 2, 2, 1]
+
+
+def test_equal_lengths_share_a_quartile() -> None:
+    assert length_quartiles(torch.tensor([5, 5, 5, 5])).tolist() == [0, 0, 0, 0]
+    assert length_quartiles(torch.tensor([9])).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high", "weights", "kept"),
+    [
+        ("sequence_mask", None, 3.0, [0.0, 0.4, 3.0], [False, True, True]),
+        ("token_truncate", None, 3.0, [0.1, 2.9, 3.0], [True, True, False]),
+        ("token_truncate", 0.5, 3.0, [0.5, 0.6, 3.0], [False, True, False]),
+        ("sequence_truncate", None, None, [0.1, 9.0, 99.0], [True, True, True]),
+    ],
+)
+def test_kept_by_hand(mode: str, low: float | None, high: float | None, weights: list[float], kept: list[bool]) -> None:
+    assert kept_by_bounds(torch.tensor(weights), mode, low, high).tolist() == kept
+
+
+def test_token_weights_count_loss_tokens() -> None:
+    weights = torch.tensor([[1.0, 0.5, 9.0], [0.0, 1.5, 2.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    pairs = by_length(weights, mask, torch.tensor([0, 3]), weights != 0)
+    found = {name: (float(total), int(count)) for name, (total, count) in pairs.items()}
+    assert found["sampling/ratio_mean/len_q1"] == (1.5, 2)  # 1 + 0.5; the 9 carries no loss
+    assert found["sampling/ratio_mean/len_q4"] == (3.5, 3)
+    assert found["sampling/kept_share/len_q1"] == (2.0, 2)
+    assert found["sampling/kept_share/len_q4"] == (2.0, 3)
+    assert found["sampling/ratio_mean/len_q2"] == found["sampling/kept_share/len_q3"] == (0.0, 0)
+
+
+def test_sequence_weights_count_completions_with_loss() -> None:
+    weights = torch.tensor([[0.5], [2.0], [7.0]])
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    pairs = by_length(weights, mask, torch.tensor([1, 1, 1]), weights != 0)
+    assert [float(value) for value in pairs["sampling/ratio_mean/len_q2"]] == [2.5, 2.0]
