@@ -43,9 +43,7 @@ EXPERIMENTS = {
         "recipes/kimi/quickstart.yaml",
         {
             "no length reward": {"rewards": [ACCURACY], "trainer": "LabTrainer", "reset_optimizer": True},
-            "after a warm-up": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 0.5, "warmup_steps": 40}]},
-            "smaller, after a warm-up": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 0.2, "warmup_steps": 40}]},
-            "weight 0.3, after a warm-up": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 0.3, "warmup_steps": 40}]},
+            "after a warm-up": {},
             "large from step 0": {"rewards": [ACCURACY, {"name": "kimi_length", "weight": 4.0}]},
         },
         {"accuracy of the samples": "rewards/accuracy_reward/mean", "tokens of right answers": "completions/mean_length_correct"},
