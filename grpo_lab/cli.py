@@ -109,7 +109,8 @@ def _curate(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+    from grpo_lab.pipelines.long2short import long2short
+    from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
     from grpo_lab.pipelines.recipe import parse_overrides, read_yaml
 
     written = read_yaml(known.config, parse_overrides(rest))
@@ -121,7 +122,7 @@ def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
     from grpo_lab.evaluation import evaluate, terminal_summary
     from grpo_lab.pipelines.parts import load_rows
     from grpo_lab.pipelines.recipe import DataSection
-    from grpo_lab.pipelines.train import load_for_evaluation
+    from grpo_lab.pipelines.saved_model import load_saved_model
     from grpo_lab.rewards import AccuracyReward
 
     arguments: dict[str, object] = {"split": known.split}
@@ -130,7 +131,7 @@ def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
     if known.data == "word_problems":
         arguments["n"] = known.limit or 500
     rows = load_rows(DataSection(known.data, known.template, known.limit, arguments))
-    model, tokenizer = load_for_evaluation(known.model, use_cpu=False)
+    model, tokenizer = load_saved_model(known.model, use_cpu=False)
     result = evaluate(
         model,
         tokenizer,

@@ -71,7 +71,8 @@ def repeated(solution: str, rng: random.Random) -> str:
 
 
 def table(options: argparse.Namespace, long: Path) -> list[dict[str, Any]]:
-    from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+    from grpo_lab.pipelines.long2short import long2short
+    from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 
     common = {"max_steps": 60, "lr_scheduler_type": "linear", "max_length": 256, "bf16": False, "logging_steps": 20}
     common |= {"gradient_checkpointing": False}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation import CurationReport
-from grpo_lab.evaluation.outcomes import encodable, write_text
-from grpo_lab.evaluation.report import TEMPLATES, summary_groups
-from grpo_lab.evaluation.samples import visible
+from grpo_lab.evaluation.files import encodable, write_text
+from grpo_lab.evaluation.page import page
+from grpo_lab.evaluation.report import summary_groups
 
 _KEPT_SHOWN = 6
 _CHARACTERS = 600
@@ -52,20 +51,10 @@ def write_curation_page(
 def curation_page(
     report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["visible"] = visible
     bars = histogram(rows)
-    return environment.get_template("curation.html.j2").render(
+    return page(
+        "curation.html.j2",
         report=report,
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         summary=summary_groups({k: v for k, v in (summary or {}).items() if k != "finished"}),
         widest=max(report.rows, 1),
         bars=bars,

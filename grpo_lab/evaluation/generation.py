@@ -62,6 +62,11 @@ def render_prompt(
     return RenderedPrompt(str(text), list(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
+def in_form_of(prompt: str | Messages, text: str) -> Any:
+    """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 @dataclass(frozen=True)
 class TransformersGenerator:
     """`model.generate` in left-padded batches of similar length.
@@ -86,7 +91,7 @@ class TransformersGenerator:
         # Longest first: too large a batch shows at once, and not after an hour.
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
-        stops = stop_token_ids(self.model, self.tokenizer)
+        stops = stop_token_ids(self.model.generation_config, self.tokenizer)
         config = plain_generation_config(temperature, max_new_tokens, stops, self._pad_id(stops))
 
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
@@ -151,12 +156,12 @@ class TransformersGenerator:
             )
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Where a completion ends: the tokenizer's EOS and every EOS of the model's generation config.
 
     Both, because Qwen's base and chat models name different ones in the two places.
     """
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = None if generation is None else generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
     if not stops:

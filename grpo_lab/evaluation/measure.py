@@ -13,6 +13,7 @@ from grpo_lab.evaluation.generation import (
     Generate,
     RenderedPrompt,
     TransformersGenerator,
+    in_form_of,
     render_prompt,
 )
 from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
@@ -117,9 +118,7 @@ def _grade(
 def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | None]:
     """One call of the reward, as TRL makes it: columns as lists, messages in when messages went out."""
     columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0] if name not in ("prompt", "completion")}
-    completions = [
-        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}] for row, text in pairs
-    ]
+    completions = [in_form_of(row["prompt"], text) for row, text in pairs]
     scores = reward(prompts=[row["prompt"] for row, _ in pairs], completions=completions, **columns)
     if len(scores) != len(pairs):
         raise ValueError(f"the reward returned {len(scores)} scores for {len(pairs)} completions; one each is needed")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from grpo_lab.evaluation.files import encodable, write_json_lines, write_parquet
 
 Kind = Literal["greedy", "sampled"]
 
@@ -49,27 +50,17 @@ class Outcome:
         return None if self.score is None else self.score >= CORRECT_FROM
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write whole or not at all: a reader never meets half a file."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     """`outcomes.parquet` and `outcomes.jsonl` in ``folder``; the same rows and columns in both, `correct` added."""
     records = [_record(outcome) for outcome in outcomes]
-    write_text(folder / "outcomes.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    write_json_lines(folder / "outcomes.jsonl", records)
 
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     text, whole, flag = pa.string(), pa.int64(), pa.bool_()
     types = {"problem": whole, "sample": whole, "tokens": whole, "truncated": flag, "score": pa.float64()}
     schema = pa.schema([(f.name, types.get(f.name, text)) for f in fields(Outcome)] + [("correct", flag)])
-    partial = folder / "outcomes.parquet.part"
-    pq.write_table(pa.Table.from_pylist(records, schema=schema), partial, compression="zstd")
-    os.replace(partial, folder / "outcomes.parquet")
+    write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
@@ -103,13 +94,8 @@ def _check_types(outcome: Outcome) -> None:
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
-    record = asdict(outcome) | {"correct": outcome.correct}
-    return {name: encodable(value) if isinstance(value, str) else value for name, value in record.items()}
-
-
-def encodable(text: str) -> str:
-    """``text`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    record: dict[str, Any] = encodable(asdict(outcome) | {"correct": outcome.correct})
+    return record
 
 
 def as_text(value: object) -> str | None:

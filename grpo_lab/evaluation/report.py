@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.outcomes import encodable, write_text
+from grpo_lab.evaluation.files import encodable, write_text
+from grpo_lab.evaluation.page import page
 from grpo_lab.evaluation.panels import panel_views
 from grpo_lab.evaluation.result import paired_gain
 from grpo_lab.evaluation.run_record import RunRecord, read_run
 from grpo_lab.evaluation.samples import choose_samples, visible
 from grpo_lab.evaluation.terminal import comparison_rows, describe_sampling, duration
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 SUMMARY_ORDER = [
     "model",
@@ -48,19 +46,10 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _render(record: RunRecord) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     before, after = record.before, record.after
-    return environment.get_template("report.html.j2").render(
+    return page(
+        "report.html.j2",
         title=_title(record),
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         before=before,
         after=after,
         gain=paired_gain(before, after) if before and after else None,

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation.answers import vote_key
-from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, write_outcomes, write_text
+from grpo_lab.evaluation.files import write_json
+from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, write_outcomes
 from grpo_lab.evaluation.statistics import (
     Interval,
     Vote,
@@ -138,7 +139,7 @@ class EvaluationResult:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_outcomes(self.outcomes, folder)
-        write_text(folder / "summary.json", json.dumps(self.summary(), indent=2, default=str) + "\n")
+        write_json(folder / "summary.json", self.summary())
         return folder
 
     @classmethod

@@ -87,7 +87,7 @@ def _read_metrics(path: Path, notices: list[str]) -> dict[str, Series]:
     repeated = 0
     for number, row in _json_lines(path, damaged):
         step = row.get("step")
-        if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
+        if isinstance(step, bool) or not isinstance(step, int | float) or not _is_finite(step):
             damaged.append((number, f"no usable `step` (saw {str(step)[:40]!r})"))
             continue
         for name, value in row.items():

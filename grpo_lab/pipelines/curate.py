@@ -1,6 +1,6 @@
 """`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and report.
 
-Cheap filters go first, and the model samples only for rows that are left. Samples are written as they come
+Cheap filters go first, and the model samples only for rows that are left (`curation_filters`). Samples are written as they come
 (`pass_rates.jsonl`, `guesses.jsonl`): a killed run goes on where it was, and another band or balance costs no sampling.
 
 The folder of a curation: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows,
@@ -9,50 +9,23 @@ with `kept` and `dropped_by`), `report.html`, `curation.json`.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from grpo_lab.curation import (
-    CurationReport,
-    PassRate,
-    Selection,
-    balance,
-    deduplicate,
-    find_contamination,
-    guess_rates,
-    keep_band,
-    pass_rates,
-    question_kind,
-)
+from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation.curation_page import write_curation_page
-from grpo_lab.evaluation.outcomes import encodable
+from grpo_lab.evaluation.files import encodable, write_json, write_json_lines, write_parquet
 from grpo_lab.evaluation.terminal import duration
-from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
-from grpo_lab.pipelines.recipe import DataSection, RewardSection
+from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.run_folder import versions
-from grpo_lab.pipelines.sampler import ModelSampler
 
-SCORES = (
-    "kind",
-    "prompt_tokens",
-    "pass_rate",
-    "successes",
-    "trials",
-    "mean_tokens",
-    "mean_tokens_right",
-    "guesses_right",
-)
 MARKER = "curation.json"
-NO_THINKING = {"enable_thinking": False}
-CUT_WARNING = 0.05
 
 console = Console()
 
@@ -74,17 +47,15 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     """
     began = time.perf_counter()
     folder = claim(recipe, overwrite)
-    run = _Curation(recipe, folder)
+    run = Curation(recipe, folder)
     run.by_text()
     if recipe.model is not None:
         run.by_model(recipe.model.path or "")
     run.by_balance()
     report = run.selection.report(run.notes)
-    rows = run.write()
-    summary = run.summary(time.perf_counter() - began)
-    (folder / MARKER).write_text(
-        json.dumps({**summary, "report": asdict(report)}, indent=1, default=str), encoding="utf-8"
-    )
+    rows = write_rows(folder, run.selection)
+    summary = summary_of(run, time.perf_counter() - began)
+    write_json(folder / MARKER, {**summary, "report": asdict(report)})
     page = write_curation_page(folder / "report.html", report, summary, run.selection.scored_rows())
     report.print(console)
     console.print(f"kept: {folder / 'curated.parquet'}", soft_wrap=True, highlight=False)
@@ -105,244 +76,37 @@ def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
         for name in ("pass_rates.jsonl", "guesses.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if overwrite or not (folder / MARKER).is_file():
-        (folder / MARKER).write_text(json.dumps({"name": recipe.name, "finished": False}), encoding="utf-8")
+        write_json(folder / MARKER, {"name": recipe.name, "finished": False})
     return folder
 
 
-class _Curation:
-    """The rows on their way through the filters. Each step sees all rows and asks the model about those that are left."""
+def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:
+    """`curated.*` and `all.parquet`; returns the rows that stay."""
+    import pyarrow as pa
 
-    def __init__(self, recipe: CurationRecipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
-        loaded = parts.load_rows(recipe.data)
-        self.reward = parts.build_reward(recipe.reward, "reward")
-        parts.check_golds(loaded, [self.reward])
-        self.notes: list[str] = []
-        if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
-            loaded = loaded.remove_columns(earlier)
-            self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
-        self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
-        self.shown = "question" if "question" in loaded.column_names else "prompt"
-        self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
-        self.sampler: ModelSampler | None = None
-
-    # -- filters that read the text --------------------------------------------------------------------------------------
-
-    def by_text(self) -> None:
-        filters, texts = self.recipe.filters, [text_of(row[self.shown]) for row in self.rows]
-        if filters.kind is not None:
-            kinds = [question_kind(text) for text in texts]
-            keep = filters.kind.keep
-            self.selection.score("kind", kinds)
-            self.selection.keep(
-                "kind", [kind in keep for kind in kinds], setting=f"keep {', '.join(keep)}", reasons=kinds
-            )
-        if filters.duplicates is not None:
-            found = deduplicate(texts, similarity=filters.duplicates.similarity)
-            of = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
-            rule = f"word similarity ≥ {filters.duplicates.similarity:g}"
-            self.selection.keep("duplicates", found.keep, setting=rule, reasons=[of.get(i) for i in range(len(texts))])
-        if filters.contamination is not None:
-            rules = filters.contamination
-            against = [text for place, section in enumerate(rules.against) for text in self._questions(section, place)]
-            hits = find_contamination(texts, against, ngram=rules.ngram, similarity=rules.similarity)
-            self.selection.keep(
-                "evaluation sets",
-                [hit is None for hit in hits],
-                setting=f"{len(against):,} items; {rules.ngram}-grams, similarity ≥ {rules.similarity:g}",
-                reasons=[None if hit is None else f"item {hit.item}, {hit.reason}: {hit.evidence}" for hit in hits],
-            )
-
-    def _questions(self, section: Any, place: int) -> list[str]:
-        rows = parts.load_rows(section, f"filters.contamination.against.{place}")
-        return [text_of(row) for row in rows["question" if "question" in rows.column_names else "prompt"]]
-
-    # -- filters that ask the model --------------------------------------------------------------------------------------
-
-    def by_model(self, path: str) -> None:
-        sampler = self.sampler = ModelSampler(path, self.recipe.sampling)
-        self._fit_into_context(sampler)
-        self._pass_rates(sampler)
-        if self.recipe.filters.guessable is not None:
-            self._guesses(sampler)
-        if sampler.full_length and sampler.cut / sampler.full_length > CUT_WARNING:
-            self.notes.append(
-                f"{sampler.cut / sampler.full_length:.0%} of the {sampler.full_length:,} completions of this session were "
-                f"cut at max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as "
-                "wrong, so pass rates are too low."
-            )
-
-    def _fit_into_context(self, sampler: ModelSampler) -> None:
-        left, limit = self.selection.mask, sampler.context
-        tokens = [sampler.prompt_tokens(row["prompt"]) if left[i] else None for i, row in enumerate(self.rows)]
-        self.selection.score("prompt_tokens", tokens)
-        if limit is None:
-            return
-        room = limit - self.recipe.sampling.max_completion_length
-        if any(count is not None and count > room for count in tokens):
-            self.selection.keep(
-                "prompt too long",
-                [count is None or count <= room for count in tokens],
-                setting=f"prompt ≤ {room} tokens: context {limit} − max_completion_length",
-                reasons=[f"{count} tokens" for count in tokens],
-            )
-
-    def _pass_rates(self, sampler: ModelSampler) -> None:
-        settings, band = self.recipe.sampling, self.recipe.filters.band
-        left = [i for i, kept in enumerate(self.selection.mask) if kept]
-        measured = pass_rates(
-            [self.rows[i] for i in left],
-            sampler,
-            self.reward,
-            settings.n_samples,
-            path=self.folder / "pass_rates.jsonl",
-            settings={**sampler.identity(), "reward": told(self.recipe.reward)},
-            batch_size=settings.problems_per_save,
-        )
-        found = dict(zip(left, measured, strict=True))
-        lengths = {i: self._lengths(sampler, rate) for i, rate in found.items()}
-        self._score("pass_rate", {i: rate.rate for i, rate in found.items()})
-        self._score("successes", {i: rate.successes for i, rate in found.items()})
-        self._score("trials", {i: rate.trials for i, rate in found.items()})
-        self._score("mean_tokens", {i: both[0] for i, both in lengths.items()})
-        self._score("mean_tokens_right", {i: both[1] for i, both in lengths.items()})
-        known = [rate.rate for rate in measured if rate.rate is not None]
-        if known:
-            self.notes.append(
-                f"Mean pass rate of the {len(known):,} problems measured: {fmean(known):.1%} "
-                f"({settings.n_samples} samples at temperature {settings.temperature:g}); never right: "
-                f"{sum(p == 0 for p in known):,}, always right: {sum(p == 1 for p in known):,}."
-            )
-        if band is not None:
-            inside = keep_band([rate.rate for rate in measured], band.low, band.high)
-            self._keep(
-                "pass rate",
-                dict(zip(left, inside, strict=True)),
-                f"{band.low:g} < p < {band.high:g}, {settings.n_samples} samples",
-                {i: "unscorable" if rate.rate is None else f"p = {rate.rate:g}" for i, rate in found.items()},
-            )
-
-    def _lengths(self, sampler: ModelSampler, rate: PassRate) -> tuple[float | None, float | None]:
-        """Mean tokens of all completions and of the right ones."""
-        tokens = [sampler.tokens(completion) for completion in rate.completions or ()]
-        right = [count for count, score in zip(tokens, rate.scores, strict=True) if score is not None and score >= 1.0]
-        return (fmean(tokens) if tokens else None), (fmean(right) if right else None)
-
-    def _guesses(self, sampler: ModelSampler) -> None:
-        rules = self.recipe.filters.guessable
-        assert rules is not None
-
-        def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
-            return sampler(prompts, n, max_new_tokens=rules.max_new_tokens, chat_template_kwargs=NO_THINKING)
-
-        left = [i for i, kept in enumerate(self.selection.mask) if kept]
-        rates = guess_rates(
-            [self.rows[i] for i in left],
-            briefly,
-            self.reward,
-            rules.tries,
-            path=self.folder / "guesses.jsonl",
-            settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": told(self.recipe.reward)},
-            batch_size=self.recipe.sampling.problems_per_save,
-        )
-        found = dict(zip(left, rates, strict=True))
-        self._score("guesses_right", {i: rate.successes for i, rate in found.items()})
-        self._keep(
-            "guessable",
-            {i: rate.successes == 0 for i, rate in found.items()},
-            f"never right in {rules.tries} answers of ≤ {rules.max_new_tokens} tokens without reasoning",
-            {i: f"right in {rate.successes} of {rules.tries}" for i, rate in found.items()},
-        )
-
-    def by_balance(self) -> None:
-        rules = self.recipe.filters.balance
-        if rules is None:
-            return
-        scored = self.selection.scored_rows()
-        left = [i for i, kept in enumerate(self.selection.mask) if kept]
-        if not left:
-            return
-        chosen = balance([scored[i] for i in left], rules.by, rules.per_domain, seed=self.recipe.sampling.seed)
-        share = "as many as the smallest" if rules.per_domain is None else f"at most {rules.per_domain}"
-        self._keep(
-            "balance",
-            dict(zip(left, chosen, strict=True)),
-            f"{share} of every {rules.by}",
-            {i: f"{rules.by} {scored[i][rules.by]}" for i in left},
-        )
-
-    def _score(self, name: str, values: dict[int, Any]) -> None:
-        """A score of the rows that are left; the others have None."""
-        self.selection.score(name, [values.get(i) for i in range(len(self.rows))])
-
-    def _keep(self, name: str, keep: dict[int, bool], rule: str, reasons: dict[int, str]) -> None:
-        """A filter that looked only at the rows that were left."""
-        mask = [keep.get(i, True) for i in range(len(self.rows))]
-        self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in range(len(self.rows))])
-
-    # -- what is left on disk --------------------------------------------------------------------------------------------
-
-    def write(self) -> list[dict[str, Any]]:
-        """`curated.*` and `all.parquet`; returns the rows that stay."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        everything = [clean(row) for row in self.selection.scored_rows()]
-        table = pa.Table.from_pylist(everything)
-        pq.write_table(table, self.folder / "all.parquet", compression="zstd")
-        kept = table.filter(table["kept"]).drop_columns(["kept", "dropped_by"]) if everything else table
-        pq.write_table(kept, self.folder / "curated.parquet", compression="zstd")
-        rows: list[dict[str, Any]] = kept.to_pylist()
-        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        (self.folder / "curated.jsonl").write_text(lines, encoding="utf-8")
-        return rows
-
-    def summary(self, seconds: float) -> dict[str, Any]:
-        recipe, sampler = self.recipe, self.sampler
-        sampling = {name: value for name, value in asdict(recipe.sampling).items() if value != {}}
-        return {
-            "name": recipe.name,
-            "data": told(recipe.data),
-            "reward": told(recipe.reward),
-            "model": recipe.model.path if recipe.model else None,
-            "time": duration(seconds),
-            "completions of this session": sampler.made if sampler else 0,
-            "sampling": sampling if sampler else {},
-            "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
-            "versions": versions(),
-            "finished": True,
-        }
+    everything = [encodable(row) for row in selection.scored_rows()]
+    table = pa.Table.from_pylist(everything)
+    write_parquet(folder / "all.parquet", table)
+    kept = table.filter(table["kept"]).drop_columns(["kept", "dropped_by"]) if everything else table
+    write_parquet(folder / "curated.parquet", kept)
+    rows: list[dict[str, Any]] = kept.to_pylist()
+    write_json_lines(folder / "curated.jsonl", rows)
+    return rows
 
 
-def told(settings: Any) -> str:
-    """Settings in words, for the report."""
-    if settings is None:
-        return "not applied"
-    if isinstance(settings, DataSection):
-        rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
-        limit = "" if settings.limit is None else f", the first {settings.limit:,}"
-        return f"{settings.loader} ({rest}, template {settings.template}{limit})"
-    if isinstance(settings, RewardSection):
-        return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
-    if isinstance(settings, tuple):
-        return "; ".join(told(one) for one in settings)
-    if is_dataclass(settings):
-        pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
-        return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
-    return str(settings)
-
-
-def text_of(prompt: Any) -> str:
-    """The text of a question: a string as it is, of messages the user's."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(str(message.get("content", "")) for message in prompt if message.get("role") != "system")
-
-
-def clean(value: Any) -> Any:
-    """The value with half characters, which no file can hold, replaced."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {name: clean(item) for name, item in value.items()}
-    return [clean(item) for item in value] if isinstance(value, list) else value
+def summary_of(run: Curation, seconds: float) -> dict[str, Any]:
+    """What was done, for `curation.json` and the report."""
+    recipe, sampler = run.recipe, run.sampler
+    sampling = {name: value for name, value in asdict(recipe.sampling).items() if value != {}}
+    return {
+        "name": recipe.name,
+        "data": told(recipe.data),
+        "reward": told(recipe.reward),
+        "model": recipe.model.path if recipe.model else None,
+        "time": duration(seconds),
+        "completions of this session": sampler.made if sampler else 0,
+        "sampling": sampling if sampler else {},
+        "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
+        "versions": versions(),
+        "finished": True,
+    }

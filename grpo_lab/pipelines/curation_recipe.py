@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation.kinds import KINDS
-from grpo_lab.pipelines.recipe import DataSection, ModelSection, RewardSection, data_section, reward_section, section_of
+from grpo_lab.pipelines.recipe import (
+    STRICT_ACCURACY,
+    DataSection,
+    ModelSection,
+    RewardSection,
+    data_section,
+    reward_section,
+    section_of,
+)
 from grpo_lab.pipelines.sampler import SamplingSettings
 
 _SECTIONS = ("name", "model", "data", "reward", "filters", "output_dir")
@@ -88,7 +96,7 @@ class CurationRecipe:
     data: DataSection
     filters: Filters
     model: ModelSection | None = None
-    reward: RewardSection = field(default_factory=lambda: RewardSection("accuracy", arguments={"mode": "strict"}))
+    reward: RewardSection = STRICT_ACCURACY
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     output: str | None = None
 

@@ -11,10 +11,10 @@ folder → `evaluation/before` and `/after`, where the numbers that count are ac
 
 from __future__ import annotations
 
-import json
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,94 +22,16 @@ from typing import Any
 from rich.console import Console
 
 from grpo_lab.curation import Sampled, average_weights, pass_rates, preference_pairs, sampled, shortest_correct
-from grpo_lab.evaluation import EvaluationResult, evaluate
+from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.curate import told
-from grpo_lab.pipelines.recipe import (
-    DataSection,
-    EvaluationSection,
-    ModelSection,
-    RewardSection,
-    data_section,
-    evaluation_section,
-    reward_section,
-    section_of,
-)
-from grpo_lab.pipelines.run_folder import versions, write_run
-from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
-from grpo_lab.pipelines.train import load_for_evaluation
-
-METHODS = ("shortest_sft", "dpo", "simpo", "merge")
-_SECTIONS = (
-    "name",
-    "method",
-    "model",
-    "short_model",
-    "alpha",
-    "data",
-    "reward",
-    "pairs",
-    "samples",
-    "training",
-    "evaluation",
-)
+from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
+from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
+from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
-
-
-@dataclass(frozen=True)
-class PairSettings:
-    """``pairs``: of `preference_pairs`, for ``dpo`` and ``simpo``."""
-
-    ratio: float = 1.5
-    wrong_must_be_longer: bool = False
-    pairs_per_problem: int | None = None
-
-
-@dataclass(frozen=True)
-class Long2ShortRecipe:
-    """A whole long2short run.
-
-    Args:
-        method: one of ``METHODS``.
-        model: the long-winded one, a saved model.
-        short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
-        data: problems to sample on; not for ``merge``.
-        samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
-        training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
-    """
-
-    name: str
-    method: str
-    model: ModelSection
-    data: DataSection | None = None
-    reward: RewardSection = field(default_factory=lambda: RewardSection("accuracy", arguments={"mode": "strict"}))
-    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(n_samples=8))
-    pairs: PairSettings | None = None
-    samples: str | None = None
-    short_model: str | None = None
-    alpha: float = 0.5
-    training: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: EvaluationSection | None = None
-    output: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"`method` is {self.method!r}; it must be one of {METHODS}")
-        if self.model.path is None:
-            raise ValueError("`model` is a saved one: give `path`, a folder or hub name")
-        if (self.method == "merge") != (self.short_model is not None):
-            raise ValueError("`short_model` is needed with `method: merge`, and has an effect there only")
-        if (self.method == "merge") == (self.data is not None):
-            raise ValueError("`data` is needed to sample on, and has no effect with `method: merge`")
-        if self.method == "merge" and self.training:
-            raise ValueError("`training` has no effect with `method: merge`, which trains nothing; leave it out")
-        if self.pairs is not None and self.method not in ("dpo", "simpo"):
-            raise ValueError(f"`pairs` has no effect with `method: {self.method}`; leave it out")
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.output or f"runs/{self.name}")
 
 
 @dataclass(frozen=True)
@@ -120,33 +42,6 @@ class Shortened:
     rows: int
     before: EvaluationResult | None
     after: EvaluationResult | None
-
-
-def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:
-    """A recipe from a plain mapping. ValueError for an unknown key or a missing section."""
-    for name in ("method", "model"):
-        if name not in written:
-            raise ValueError(f"the recipe has no `{name}`; long2short needs method and model")
-    rest = {key: value for key, value in written.items() if key not in (*_SECTIONS, "output_dir")}
-    parsed: dict[str, Any] = {
-        "name": str(written.get("name", default_name)),
-        "method": str(written["method"]),
-        "model": section_of(ModelSection, written["model"], "model"),
-        "sampling": section_of(SamplingSettings, {"n_samples": 8, **rest}, "the recipe"),
-        "training": dict(written.get("training") or {}),
-        "output": written.get("output_dir"),
-    }
-    readers: dict[str, Any] = {
-        "data": lambda value: data_section(value, "data"),
-        "reward": reward_section,
-        "pairs": lambda value: section_of(PairSettings, value, "pairs"),
-        "evaluation": evaluation_section,
-        "samples": str,
-        "short_model": str,
-        "alpha": float,
-    }
-    parsed |= {name: read(written[name]) for name, read in readers.items() if written.get(name) is not None}
-    return Long2ShortRecipe(**parsed)
 
 
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
@@ -164,8 +59,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         _merge(recipe, path, folder)
     else:
         rows = build_rows(recipe, _samples(recipe, path, folder))
-        _save_rows(rows, folder / "rows.jsonl")
-        _train(recipe, path, rows, folder)
+        write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
+        _train(recipe, rows, folder)
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
     write_run(folder, {**_summary(recipe, rows), "seconds": round(time.perf_counter() - began, 1), "finished": True})
     for name, result in (("before", before), ("after", after)):
@@ -209,9 +104,8 @@ def length_line(result: EvaluationResult) -> str:
 
 def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     folder = recipe.output_dir
-    marker = folder / "run.json"
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        found = json.loads(marker.read_text(encoding="utf-8")) if marker.is_file() else {}
+        found = read_marker(folder / "run.json")
         if found.get("pipeline") != "long2short":
             raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")
         if found.get("finished"):
@@ -239,11 +133,7 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
     return sampled(problems, rates, sampler.tokens)
 
 
-def _save_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
-
-
-def _train(recipe: Long2ShortRecipe, path: str, rows: list[dict[str, Any]], folder: Path) -> None:
+def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -> None:
     from datasets import Dataset
 
     model, tokenizer = parts.load_model(recipe.model, recipe.sampling.seed)
@@ -264,9 +154,6 @@ def _train(recipe: Long2ShortRecipe, path: str, rows: list[dict[str, Any]], fold
 
 def _merge(recipe: Long2ShortRecipe, path: str, folder: Path) -> None:
     """`average_weights` wants an empty folder; the run's own has its marker and the first evaluation already."""
-    import shutil
-    import tempfile
-
     with tempfile.TemporaryDirectory(dir=folder) as place:
         merged = average_weights(path, str(recipe.short_model), Path(place) / "merged", recipe.alpha)
         for file in merged.iterdir():
@@ -278,20 +165,14 @@ def _measure(recipe: Long2ShortRecipe, path: str, target: Path) -> EvaluationRes
     section = recipe.evaluation
     if section is None:
         return None
-    model, tokenizer = load_for_evaluation(path, recipe.sampling.use_cpu)
-    result = evaluate(
-        model,
-        tokenizer,
-        parts.load_rows(section.data, "evaluation.data"),
-        reward=parts.build_reward(section.reward, "evaluation.reward"),
-        max_new_tokens=section.max_new_tokens or recipe.sampling.max_completion_length,
-        batch_size=section.batch_size,
-        n_samples=section.n_samples,
-        temperature=section.temperature,
+    return evaluate_saved_model(
+        path,
+        section,
+        target,
+        use_cpu=recipe.sampling.use_cpu,
+        max_new_tokens=recipe.sampling.max_completion_length,
         seed=recipe.sampling.seed,
     )
-    result.write(target)
-    return result
 
 
 def _summary(recipe: Long2ShortRecipe, rows: list[dict[str, Any]]) -> dict[str, Any]:

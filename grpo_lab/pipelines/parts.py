@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,13 +97,27 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     assert section.path is not None
-    return AutoModelForCausalLM.from_pretrained(section.path), load_tokenizer(section)
+    with loading(section.path):
+        return AutoModelForCausalLM.from_pretrained(section.path), load_tokenizer(section)
 
 
 def load_tokenizer(section: ModelSection) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(section.tokenizer or section.path)
+    with loading(str(section.tokenizer or section.path)):
+        return AutoTokenizer.from_pretrained(section.tokenizer or section.path)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """What transformers raises for a model that is not there, as the user's mistake that it is (``ValueError``)."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives "
+            f"({str(error).splitlines()[0]}). Without network, name a local folder"
+        ) from error
 
 
 def lora_config(section: ModelSection) -> Any:

@@ -72,6 +72,10 @@ class RewardSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
+"""What judges answers where a recipe does not say."""
+
+
 @dataclass(frozen=True)
 class ColdStartSection:
     """``cold_start``: supervised start on worked solutions with TRL's SFTTrainer.
@@ -97,7 +101,7 @@ class EvaluationSection:
     """
 
     data: DataSection
-    reward: RewardSection = field(default_factory=lambda: RewardSection("accuracy", arguments={"mode": "strict"}))
+    reward: RewardSection = STRICT_ACCURACY
     max_new_tokens: int | None = None
     batch_size: int = 128
     n_samples: int = 0

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback
 
+from grpo_lab.evaluation.files import write_json
 from grpo_lab.pipelines.recipe import Recipe
 
 PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
@@ -43,7 +44,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     folder = recipe.output_dir
     marker = folder / "run.json"
     if marker.is_file() and not overwrite:
-        found = json.loads(marker.read_text(encoding="utf-8"))
+        found = read_marker(marker)
         if found.get("fingerprint") != fingerprint(recipe):
             raise ValueError(
                 f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings); choose another "
@@ -72,10 +73,25 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
 
 
 def write_run(folder: Path, summary: dict[str, Any]) -> None:
-    (folder / "run.json").write_text(json.dumps(summary, indent=1, default=str), encoding="utf-8")
+    """``run.json``: what was run, and how far it has come."""
+    write_json(folder / "run.json", summary)
+
+
+def read_marker(file: Path) -> dict[str, Any]:
+    """What marks a folder as ours; empty where there is no such file. ValueError for a damaged one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it, or choose another `--output_dir`") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
+    return found
 
 
 def versions() -> dict[str, str]:
+    """Of Python, the machine and the packages that numbers depend on."""
     found = {"python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}"}
     for name in PACKAGES:
         try:

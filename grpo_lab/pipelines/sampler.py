@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.generation import Completion, TransformersGenerator, render_prompt
+from grpo_lab.evaluation.generation import (
+    Completion,
+    TransformersGenerator,
+    in_form_of,
+    render_prompt,
+    stop_token_ids,
+)
 
 _HASHED_FROM_EACH_END = 1 << 20  # bytes
 
@@ -67,9 +73,9 @@ class ModelSampler:
         if settings.use_vllm:
             self._start_vllm(model)
         else:
-            from grpo_lab.pipelines.train import load_for_evaluation
+            from grpo_lab.pipelines.saved_model import load_saved_model
 
-            self.model, self.tokenizer = load_for_evaluation(model, settings.use_cpu)
+            self.model, self.tokenizer = load_saved_model(model, settings.use_cpu)
             self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _start_vllm(self, model: str) -> None:
@@ -84,11 +90,10 @@ class ModelSampler:
         self.model = start(model=model, seed=self.settings.seed)
         self.context = self.model.llm.llm_engine.model_config.max_model_len
         try:
-            configured: Any = GenerationConfig.from_pretrained(model).eos_token_id
-        except OSError:
-            configured = None
-        listed = configured if isinstance(configured, list) else [configured]
-        self._stops = [int(token) for token in {self.tokenizer.eos_token_id, *listed} if token is not None]
+            generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
+        except OSError:  # the folder has none
+            generation = None
+        self._stops = stop_token_ids(generation, self.tokenizer)
 
     def __call__(
         self,
@@ -149,11 +154,6 @@ class ModelSampler:
             "seed": settings.seed,
             "engine": {"vllm": dict(settings.engine)} if settings.use_vllm else "transformers",
         }
-
-
-def in_form_of(prompt: Any, text: str) -> Any:
-    """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def weights_digest(model: str) -> str | None:

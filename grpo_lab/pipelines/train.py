@@ -10,10 +10,11 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.evaluation import EvaluationResult, evaluate, terminal_summary, write_report
+from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, versions, write_run
+from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
 
@@ -128,41 +129,16 @@ def _evaluate(
         return None
     console.rule(f"evaluation {which} reinforcement")
     began = time.perf_counter()
-    result = evaluate_folder(model, recipe, target)
-    seconds[f"evaluation_{which}"] = round(time.perf_counter() - began, 1)
-    return result
-
-
-def evaluate_folder(model: str, recipe: Recipe, target: Path) -> EvaluationResult:
-    """Held-out accuracy of a saved model by the recipe's ``evaluation``; written to ``target``."""
-    section = recipe.evaluation
-    assert section is not None
-    loaded, tokenizer = load_for_evaluation(model, recipe.arguments.get("use_cpu", False))
-    result = evaluate(
-        loaded,
-        tokenizer,
-        parts.load_rows(section.data, "evaluation.data"),
-        reward=parts.build_reward(section.reward, "evaluation.reward"),
-        max_new_tokens=section.max_new_tokens or int(recipe.arguments.get("max_completion_length", 512)),
-        batch_size=section.batch_size,
-        n_samples=section.n_samples,
-        temperature=section.temperature,
+    result = evaluate_saved_model(
+        model,
+        section,
+        target,
+        use_cpu=recipe.arguments.get("use_cpu", False),
+        max_new_tokens=int(recipe.arguments.get("max_completion_length", 512)),
         seed=int(recipe.arguments.get("seed", 42)),
     )
-    result.write(target)
+    seconds[f"evaluation_{which}"] = round(time.perf_counter() - began, 1)
     return result
-
-
-def load_for_evaluation(model: str, use_cpu: bool) -> tuple[Any, Any]:
-    """A saved model (LoRA adapters too) and its tokenizer, on the accelerator where there is one."""
-    import torch
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    kind: Any = AutoPeftModelForCausalLM if (Path(model) / "adapter_config.json").is_file() else AutoModelForCausalLM
-    device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
-    loaded = kind.from_pretrained(model).to(device).eval()
-    return loaded, AutoTokenizer.from_pretrained(model)
 
 
 def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+from grpo_lab.pipelines.long2short import long2short
+from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.recipe import read_yaml
 from grpo_lab.trainer.preference import prefer
 

@@ -1,0 +1,51 @@
+"""Files that are written whole or not at all: a reader never meets half of one, wherever the writer was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` as UTF-8; half characters in it are the caller's to replace (`encodable`)."""
+    partial = _partial(path)
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``value`` as JSON; what JSON does not know is written as its text."""
+    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One object a line, readable as it stands (no escapes); the strings must be encodable."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """A table for tools."""
+    import pyarrow.parquet as pq
+
+    partial = _partial(path)
+    pq.write_table(table, partial, compression="zstd")
+    os.replace(partial, path)
+
+
+def encodable(value: Any) -> Any:
+    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings too."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {name: encodable(item) for name, item in value.items()}
+    return [encodable(item) for item in value] if isinstance(value, list) else value
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".part")

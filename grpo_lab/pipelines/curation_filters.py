@@ -1,0 +1,216 @@
+"""The filters of a curation, one after the other over the same rows: those that read the text, then those that ask the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.curation import (
+    PassRate,
+    Selection,
+    balance,
+    deduplicate,
+    find_contamination,
+    guess_rates,
+    keep_band,
+    pass_rates,
+    question_kind,
+)
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.curation_recipe import CurationRecipe
+from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.sampler import ModelSampler
+
+SCORES = (
+    "kind",
+    "prompt_tokens",
+    "pass_rate",
+    "successes",
+    "trials",
+    "mean_tokens",
+    "mean_tokens_right",
+    "guesses_right",
+)
+NO_THINKING = {"enable_thinking": False}
+CUT_WARNING = 0.05
+
+
+class Curation:
+    """The rows on their way through the filters. Each step sees all rows and asks the model about those that are left."""
+
+    def __init__(self, recipe: CurationRecipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        loaded = parts.load_rows(recipe.data)
+        self.reward = parts.build_reward(recipe.reward, "reward")
+        parts.check_golds(loaded, [self.reward])
+        self.notes: list[str] = []
+        if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
+            loaded = loaded.remove_columns(earlier)
+            self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
+        self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
+        self.shown = "question" if "question" in loaded.column_names else "prompt"
+        self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
+        self.sampler: ModelSampler | None = None
+
+    # -- filters that read the text --------------------------------------------------------------------------------------
+
+    def by_text(self) -> None:
+        filters, texts = self.recipe.filters, [text_of(row[self.shown]) for row in self.rows]
+        if filters.kind is not None:
+            kinds = [question_kind(text) for text in texts]
+            keep = filters.kind.keep
+            self.selection.score("kind", kinds)
+            self.selection.keep(
+                "kind", [kind in keep for kind in kinds], setting=f"keep {', '.join(keep)}", reasons=kinds
+            )
+        if filters.duplicates is not None:
+            found = deduplicate(texts, similarity=filters.duplicates.similarity)
+            of = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
+            rule = f"word similarity ≥ {filters.duplicates.similarity:g}"
+            self.selection.keep("duplicates", found.keep, setting=rule, reasons=[of.get(i) for i in range(len(texts))])
+        if filters.contamination is not None:
+            rules = filters.contamination
+            against = [text for place, section in enumerate(rules.against) for text in self._questions(section, place)]
+            hits = find_contamination(texts, against, ngram=rules.ngram, similarity=rules.similarity)
+            self.selection.keep(
+                "evaluation sets",
+                [hit is None for hit in hits],
+                setting=f"{len(against):,} items; {rules.ngram}-grams, similarity ≥ {rules.similarity:g}",
+                reasons=[None if hit is None else f"item {hit.item}, {hit.reason}: {hit.evidence}" for hit in hits],
+            )
+
+    def _questions(self, section: Any, place: int) -> list[str]:
+        rows = parts.load_rows(section, f"filters.contamination.against.{place}")
+        return [text_of(row) for row in rows["question" if "question" in rows.column_names else "prompt"]]
+
+    # -- filters that ask the model --------------------------------------------------------------------------------------
+
+    def by_model(self, path: str) -> None:
+        sampler = self.sampler = ModelSampler(path, self.recipe.sampling)
+        self._fit_into_context(sampler)
+        self._pass_rates(sampler)
+        if self.recipe.filters.guessable is not None:
+            self._guesses(sampler)
+        if sampler.full_length and sampler.cut / sampler.full_length > CUT_WARNING:
+            self.notes.append(
+                f"{sampler.cut / sampler.full_length:.0%} of the {sampler.full_length:,} completions of this session were "
+                f"cut at max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as "
+                "wrong, so pass rates are too low."
+            )
+
+    def _fit_into_context(self, sampler: ModelSampler) -> None:
+        left, limit = self.selection.mask, sampler.context
+        tokens = [sampler.prompt_tokens(row["prompt"]) if left[i] else None for i, row in enumerate(self.rows)]
+        self.selection.score("prompt_tokens", tokens)
+        if limit is None:
+            return
+        room = limit - self.recipe.sampling.max_completion_length
+        if any(count is not None and count > room for count in tokens):
+            self.selection.keep(
+                "prompt too long",
+                [count is None or count <= room for count in tokens],
+                setting=f"prompt ≤ {room} tokens: context {limit} − max_completion_length",
+                reasons=[f"{count} tokens" for count in tokens],
+            )
+
+    def _pass_rates(self, sampler: ModelSampler) -> None:
+        settings, band = self.recipe.sampling, self.recipe.filters.band
+        left = [i for i, kept in enumerate(self.selection.mask) if kept]
+        measured = pass_rates(
+            [self.rows[i] for i in left],
+            sampler,
+            self.reward,
+            settings.n_samples,
+            path=self.folder / "pass_rates.jsonl",
+            settings={**sampler.identity(), "reward": told(self.recipe.reward)},
+            batch_size=settings.problems_per_save,
+        )
+        found = dict(zip(left, measured, strict=True))
+        lengths = {i: self._lengths(sampler, rate) for i, rate in found.items()}
+        self._score("pass_rate", {i: rate.rate for i, rate in found.items()})
+        self._score("successes", {i: rate.successes for i, rate in found.items()})
+        self._score("trials", {i: rate.trials for i, rate in found.items()})
+        self._score("mean_tokens", {i: both[0] for i, both in lengths.items()})
+        self._score("mean_tokens_right", {i: both[1] for i, both in lengths.items()})
+        known = [rate.rate for rate in measured if rate.rate is not None]
+        if known:
+            self.notes.append(
+                f"Mean pass rate of the {len(known):,} problems measured: {fmean(known):.1%} "
+                f"({settings.n_samples} samples at temperature {settings.temperature:g}); never right: "
+                f"{sum(p == 0 for p in known):,}, always right: {sum(p == 1 for p in known):,}."
+            )
+        if band is not None:
+            inside = keep_band([rate.rate for rate in measured], band.low, band.high)
+            self._keep(
+                "pass rate",
+                dict(zip(left, inside, strict=True)),
+                f"{band.low:g} < p < {band.high:g}, {settings.n_samples} samples",
+                {i: "unscorable" if rate.rate is None else f"p = {rate.rate:g}" for i, rate in found.items()},
+            )
+
+    def _lengths(self, sampler: ModelSampler, rate: PassRate) -> tuple[float | None, float | None]:
+        """Mean tokens of all completions and of the right ones."""
+        tokens = [sampler.tokens(completion) for completion in rate.completions or ()]
+        right = [count for count, score in zip(tokens, rate.scores, strict=True) if score is not None and score >= 1.0]
+        return (fmean(tokens) if tokens else None), (fmean(right) if right else None)
+
+    def _guesses(self, sampler: ModelSampler) -> None:
+        rules = self.recipe.filters.guessable
+        assert rules is not None
+
+        def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
+            return sampler(prompts, n, max_new_tokens=rules.max_new_tokens, chat_template_kwargs=NO_THINKING)
+
+        left = [i for i, kept in enumerate(self.selection.mask) if kept]
+        rates = guess_rates(
+            [self.rows[i] for i in left],
+            briefly,
+            self.reward,
+            rules.tries,
+            path=self.folder / "guesses.jsonl",
+            settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": told(self.recipe.reward)},
+            batch_size=self.recipe.sampling.problems_per_save,
+        )
+        found = dict(zip(left, rates, strict=True))
+        self._score("guesses_right", {i: rate.successes for i, rate in found.items()})
+        self._keep(
+            "guessable",
+            {i: rate.successes == 0 for i, rate in found.items()},
+            f"never right in {rules.tries} answers of ≤ {rules.max_new_tokens} tokens without reasoning",
+            {i: f"right in {rate.successes} of {rules.tries}" for i, rate in found.items()},
+        )
+
+    def by_balance(self) -> None:
+        rules = self.recipe.filters.balance
+        if rules is None:
+            return
+        scored = self.selection.scored_rows()
+        left = [i for i, kept in enumerate(self.selection.mask) if kept]
+        if not left:
+            return
+        chosen = balance([scored[i] for i in left], rules.by, rules.per_domain, seed=self.recipe.sampling.seed)
+        share = "as many as the smallest" if rules.per_domain is None else f"at most {rules.per_domain}"
+        self._keep(
+            "balance",
+            dict(zip(left, chosen, strict=True)),
+            f"{share} of every {rules.by}",
+            {i: f"{rules.by} {scored[i][rules.by]}" for i in left},
+        )
+
+    def _score(self, name: str, values: dict[int, Any]) -> None:
+        """A score of the rows that are left; the others have None."""
+        self.selection.score(name, [values.get(i) for i in range(len(self.rows))])
+
+    def _keep(self, name: str, keep: dict[int, bool], rule: str, reasons: dict[int, str]) -> None:
+        """A filter that looked only at the rows that were left."""
+        mask = [keep.get(i, True) for i in range(len(self.rows))]
+        self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in range(len(self.rows))])
+
+
+def text_of(prompt: Any) -> str:
+    """The text of a question: a string as it is, of messages the user's."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content", "")) for message in prompt if message.get("role") != "system")

@@ -1,0 +1,26 @@
+"""A recipe's settings as a reader wants them told in a report."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from grpo_lab.pipelines.recipe import DataSection, RewardSection
+
+
+def told(settings: Any) -> str:
+    """Settings in words; what is None was not applied."""
+    if settings is None:
+        return "not applied"
+    if isinstance(settings, DataSection):
+        rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
+        limit = "" if settings.limit is None else f", the first {settings.limit:,}"
+        return f"{settings.loader} ({rest}, template {settings.template}{limit})"
+    if isinstance(settings, RewardSection):
+        return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
+    if isinstance(settings, tuple):
+        return "; ".join(told(one) for one in settings)
+    if is_dataclass(settings):
+        pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
+        return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
+    return str(settings)
