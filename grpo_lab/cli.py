@@ -7,6 +7,10 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,7 +37,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="show the traceback of a user error")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_pipelines(commands)
+    _add_evaluate(commands)
 
+    from grpo_lab.rollouts import serve
+
+    server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
+    serve.add_arguments(server)
+    server.set_defaults(run=_serve)
+
+    report = commands.add_parser("report", help="write a run's HTML report")
+    report.add_argument("run_dir", type=Path, help="the run's output folder")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _add_pipelines(commands: Commands) -> None:
+    """What a recipe describes: train, curate, long2short."""
     train = commands.add_parser("train", help="run a recipe; any setting can be overridden with --key value")
     train.add_argument("--config", required=True, help="a recipe, see recipes/")
     train.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
@@ -55,13 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     short.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
     short.set_defaults(run=_long2short)
 
+
+def _add_evaluate(commands: Commands) -> None:
     evaluate = commands.add_parser("evaluate", help="greedy and sampled accuracy of a model with a 95%% interval")
     evaluate.add_argument("model", help="folder or hub name")
     evaluate.add_argument("--data", required=True, help="gsm8k, math or word_problems")
     evaluate.add_argument("--source", help="hub name, folder or jsonl file of the data (gsm8k, math)")
     evaluate.add_argument("--split", default="test", help="split; word_problems: train or heldout")
     evaluate.add_argument("--template", default="chat", help="prompt template: r1, qwen_math, none, chat")
-    evaluate.add_argument("--limit", type=int, help="problems at most (word_problems: how many are made)")
+    evaluate.add_argument("--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)")
     evaluate.add_argument("--mode", default="strict", choices=["strict", "lenient"], help="how answers are read")
     evaluate.add_argument("--max-new-tokens", type=int, default=512)
     evaluate.add_argument("--batch-size", type=int, default=64)
@@ -71,16 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--output", type=Path, help="folder for per-problem outputs (parquet, jsonl) and the summary")
     evaluate.set_defaults(run=_evaluate)
 
-    from grpo_lab.rollouts import serve
 
-    server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
-    serve.add_arguments(server)
-    server.set_defaults(run=_serve)
-
-    report = commands.add_parser("report", help="write a run's HTML report")
-    report.add_argument("run_dir", type=Path, help="the run's output folder")
-    report.set_defaults(run=_report)
-    return parser
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _train(known: argparse.Namespace, rest: list[str]) -> int:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,28 +87,33 @@ def pass_rates(
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
     _check(problems, n, batch_size, prompt_column)
-    header = {
-        "grpo_lab": "pass_rates",
-        "n": n,
-        "success_at": success_at,
-        "prompt_column": prompt_column,
-        "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
-    }
+    header = _header(n, success_at, prompt_column, settings or {})
     keys = [problem_key(problem) for problem in problems]
     with _opened(path, header, keep_completions) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
-        todo = list(missing.items())
-        with progress_of(len(set(keys)), len(set(keys)) - len(todo), label, progress) as advance:
+        todo, different = list(missing.items()), len(set(keys))
+        with progress_of(different, different - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
-                batch = todo[start : start + batch_size]
-                results = _sample([problem for _, problem in batch], generate, score, n, success_at, prompt_column)
+                batch = dict(todo[start : start + batch_size])
+                results = _sample(list(batch.values()), generate, score, n, success_at, prompt_column)
                 if not keep_completions:
-                    results = [PassRate(result.scores, result.successes) for result in results]
-                named = {key: result for (key, _), result in zip(batch, results, strict=True)}
+                    results = [replace(result, completions=None) for result in results]
+                named = dict(zip(batch, results, strict=True))
                 save(named)
                 done.update(named)
                 advance(len(batch), _so_far(done.values()))
     return [done[key] for key in keys]
+
+
+def _header(n: int, success_at: float, prompt_column: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The first line of the file: what the lines below it depend on, as JSON gives it back."""
+    return {
+        "grpo_lab": "pass_rates",
+        "n": n,
+        "success_at": success_at,
+        "prompt_column": prompt_column,
+        "settings": json.loads(json.dumps(dict(settings), sort_keys=True, default=str)),
+    }
 
 
 def problem_key(problem: Problem) -> str:
@@ -147,6 +153,8 @@ def _sample(
     )
     if len(scores) != n * len(prompts):
         raise ValueError(f"score got {n * len(prompts)} completions and returned {len(scores)} scores")
+    if wrong := [value for value in scores if value is not None and not math.isfinite(value)]:
+        raise ValueError(f"score gave {wrong[0]!r}; a score is a finite number, or None for unscorable")
     results: list[PassRate] = []
     for row, group in enumerate(groups):
         own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])

@@ -59,17 +59,11 @@ def evaluate(
     _check_rows(problems)
     _check_settings(max_new_tokens, batch_size, n_samples, temperature)
     prompts = _render_all(problems, tokenizer, chat_template_kwargs)
-    if generate is None:
-        if model is None:
-            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-        generate = TransformersGenerator(model, tokenizer, batch_size, progress)
-    read_answer = answer if answer is not None else answer_reader(reward)
+    generate = _generator(model, tokenizer, batch_size, progress) if generate is None else generate
+    read_answer = answer_reader(reward) if answer is None else answer
 
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0)]
-    if n_samples > 0:
-        passes.append(("sampled", n_samples, temperature))
     outcomes: list[Outcome] = []
-    for kind, n, heat in passes:
+    for kind, n, heat in _passes(n_samples, temperature):
         ids = [prompt.ids for prompt in prompts]
         completions = generate(ids, n=n, temperature=heat, max_new_tokens=max_new_tokens, seed=seed)
         _check_completions(completions, len(prompts), n)
@@ -85,6 +79,20 @@ def evaluate(
         "answers_read": read_answer is not None,
     }
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
+    """(kind, completions a problem, temperature) of each round of generation."""
+    greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
+    return [greedy, ("sampled", n_samples, temperature)] if n_samples > 0 else [greedy]
+
+
+def _generator(
+    model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
+) -> Generate:
+    if model is None:
+        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+    return TransformersGenerator(model, tokenizer, batch_size, progress)
 
 
 def _grade(

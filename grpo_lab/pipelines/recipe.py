@@ -142,7 +142,7 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
-    written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    written = _parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
     if not isinstance(written, dict):
         raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
@@ -155,13 +155,17 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
     for section in ("model", "data", "rewards"):
         if section not in written:
             raise ValueError(f"the recipe has no section `{section}`; it needs model, data and rewards")
-    evaluation, cold_start = written.get("evaluation"), written.get("cold_start")
+    evaluation, cold_start, rewards = written.get("evaluation"), written.get("cold_start"), written["rewards"]
+    if not isinstance(rewards, list | tuple):
+        raise ValueError(
+            f"`rewards` is {rewards!r}; it must be a list, each a name or a mapping {{name: …, weight: …, …}}"
+        )
     return Recipe(
         name=str(written.get("name", default_name)),
         trainer=str(written.get("trainer", "LabTrainer")),
         model=section_of(ModelSection, written["model"], "model"),
         data=data_section(written["data"], "data"),
-        rewards=tuple(reward_section(entry) for entry in written["rewards"]),
+        rewards=tuple(reward_section(entry) for entry in rewards),
         cold_start=None if cold_start is None else _cold_start(cold_start),
         evaluation=None if evaluation is None else evaluation_section(evaluation),
         arguments={key: value for key, value in written.items() if key not in SECTIONS},
@@ -175,8 +179,15 @@ def data_section(written: Any, where: str) -> DataSection:
         )
     rest = {key: value for key, value in written.items() if key not in ("loader", "template", "limit")}
     if "steps" in rest:
+        if not isinstance(rest["steps"], list | tuple):
+            raise ValueError(f"`{where}.steps` is {rest['steps']!r}; it must be two numbers, [fewest, most]")
         rest["steps"] = tuple(rest["steps"])
-    return DataSection(str(written["loader"]), str(written.get("template", "chat")), written.get("limit"), rest)
+    limit = written.get("limit")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(
+            f"`{where}.limit` is {limit!r}; it must be a whole number of at least 1, or left out for all rows"
+        )
+    return DataSection(str(written["loader"]), str(written.get("template", "chat")), limit, rest)
 
 
 def reward_section(written: Any) -> RewardSection:
@@ -184,11 +195,15 @@ def reward_section(written: Any) -> RewardSection:
         return RewardSection(written)
     if isinstance(written, Mapping) and "name" in written:
         rest = {key: value for key, value in written.items() if key not in ("name", "weight")}
-        return RewardSection(str(written["name"]), float(written.get("weight", 1.0)), rest)
+        weight = written.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ValueError(f"`weight` of reward {written['name']!r} is {weight!r}; it must be a number")
+        return RewardSection(str(written["name"]), float(weight), rest)
     raise ValueError(f"`rewards` holds {written!r}; each is a name or a mapping {{name: …, weight: …, …}}")
 
 
 def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
+    _require_mapping(written, "cold_start")
     if "data" not in written:
         raise ValueError("`cold_start` has no `data`; it needs rows with worked solutions")
     rest = {key: value for key, value in written.items() if key != "data"}
@@ -196,6 +211,7 @@ def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
 
 
 def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
+    _require_mapping(written, "evaluation")
     if "data" not in written:
         raise ValueError("`evaluation` has no `data`; it needs held-out rows")
     changed = {**written, "data": data_section(written["data"], "evaluation.data")}
@@ -206,29 +222,37 @@ def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
 
 
 def section_of(kind: Any, written: Any, where: str) -> Any:
-    if not isinstance(written, Mapping):
-        raise ValueError(f"`{where}` is {written!r}; it must be a mapping")
+    _require_mapping(written, where)
     allowed = [f.name for f in fields(kind)]
     for key in written:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"`{where}` has no setting {key!r}{hint} Allowed: {allowed}")
+            raise ValueError(f"`{where}` has no setting {key!r}{hint}; allowed: {allowed}")
     return kind(**written)
+
+
+def _require_mapping(written: Any, where: str) -> None:
+    if not isinstance(written, Mapping):
+        raise ValueError(f"`{where}` is {written!r}; it must be a mapping of settings")
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
     place: Any = written
     for step in path:
-        place = (
-            place[int(step)]
-            if isinstance(place, Sequence) and not isinstance(place, str)
-            else place.setdefault(step, {})
-        )
-        if not isinstance(place, (dict, list)):
+        place = place[_index(place, step, key)] if isinstance(place, list) else place.setdefault(step, {})
+        if not isinstance(place, dict | list):
             raise ValueError(f"`--{key}`: {step!r} is not a section of the recipe")
-    place[int(last) if isinstance(place, list) else last] = value
+    place[_index(place, last, key) if isinstance(place, list) else last] = value
+
+
+def _index(place: list[Any], step: str, key: str) -> int:
+    if not (step.isascii() and step.isdigit() and int(step) < len(place)):
+        raise ValueError(
+            f"`--{key}`: {step!r} is no place of a list with {len(place)} entries; places are 0 to {len(place) - 1}"
+        )
+    return int(step)
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -242,15 +266,22 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word[2:].partition("=")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[key.replace("-", "_") if "." not in key else key] = _value(value)
+        found[key.replace("-", "_") if "." not in key else key] = _value(value, key)
     return found
 
 
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
+def _value(text: str, key: str) -> Any:
+    value = _parsed(text, f"`--{key}` {text!r}")
     if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
         try:
             return float(value) if any(c.isdigit() for c in value) else value
         except ValueError:
             return value
     return value
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} is no YAML: {error}") from error

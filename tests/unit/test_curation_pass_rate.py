@@ -53,6 +53,15 @@ def test_unscorable_is_not_wrong() -> None:
     assert keep_band([none.rate, 0.0, 0.5, 1.0]) == [False, False, True, False]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_refused_before_it_is_written(value: float, tmp_path: Path) -> None:
+    """NaN ≥ 1 is False: it used to be counted as a wrong answer and kept in the file."""
+    file = tmp_path / "rates.jsonl"
+    with pytest.raises(ValueError, match=f"{value!r}.*finite.*None"):
+        pass_rates(PROBLEMS[:2], Scripted(), lambda **_: [1.0, value, 0.0, None], n=2, path=file, progress=False)
+    assert file.read_text().count("\n") == 1  # the header
+
+
 def test_going_on_repeats_nothing(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "rates.jsonl"
     first = Scripted(fail_after=6)

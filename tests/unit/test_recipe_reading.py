@@ -1,0 +1,121 @@
+"""A recipe that does not have the form of one: the sentence names the place, what stands there and what may."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.cli import main
+from grpo_lab.pipelines.recipe import parse_overrides, read_yaml, recipe_from
+from grpo_lab.pipelines.run_folder import read_marker
+
+GOOD: dict[str, Any] = {
+    "model": {"tiny": {}},
+    "data": {"loader": "word_problems", "n": 8},
+    "rewards": [{"name": "accuracy", "weight": 1.0}],
+}
+DATA = GOOD["data"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rewards": "accuracy"}, ["`rewards` is 'accuracy'", "list"]),
+        ({"rewards": {"name": "accuracy"}}, ["`rewards` is {'name': 'accuracy'}", "list"]),
+        ({"rewards": None}, ["`rewards` is None", "list"]),
+        ({"rewards": [{"name": "accuracy", "weight": "heavy"}]}, ["`weight` of reward 'accuracy'", "'heavy'"]),
+        ({"rewards": [{"name": "accuracy", "weight": None}]}, ["`weight` of reward 'accuracy'", "None"]),
+        ({"cold_start": True}, ["`cold_start` is True", "mapping"]),
+        ({"evaluation": True}, ["`evaluation` is True", "mapping"]),
+        ({"data": {**DATA, "steps": 3}}, ["`data.steps` is 3", "two numbers"]),
+        ({"data": {**DATA, "limit": 0}}, ["`data.limit` is 0", "at least 1"]),
+        ({"data": {**DATA, "limit": -5}}, ["`data.limit` is -5", "at least 1"]),
+        ({"data": {**DATA, "limit": "ten"}}, ["`data.limit` is 'ten'", "at least 1"]),
+        ({"evaluation": {"data": {**DATA, "limit": 0}}}, ["`evaluation.data.limit` is 0"]),
+        ({"model": {"nonsense": 1}}, ["no setting 'nonsense'; allowed"]),
+    ],
+)
+def test_a_section_of_another_form_is_named(changed: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        recipe_from({**GOOD, **changed})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_good_recipe_is_read() -> None:
+    recipe = recipe_from({**GOOD, "data": {**DATA, "steps": [1, 3], "limit": 4}})
+    assert recipe.data.arguments["steps"] == (1, 3)
+    assert (recipe.data.limit, recipe.rewards[0].weight) == (4, 1.0)
+
+
+def test_text_that_is_no_yaml_is_an_error_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text("model: {path: a\ndata: [")
+    with pytest.raises(ValueError, match=r"broken\.yaml.*no YAML"):
+        read_yaml(file)
+
+
+def test_a_value_on_the_command_line_that_is_no_yaml_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`--rewards`.*'\{name: '"):
+        parse_overrides(["--rewards", "{name: "])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"rewards.0.weight": 2.0}, None),
+        ({"rewards.name": "accuracy"}, ["`--rewards.name`", "'name'", "0 to 0"]),
+        ({"rewards.1.weight": 2.0}, ["`--rewards.1.weight`", "'1'", "0 to 0"]),
+        ({"rewards.1": "accuracy"}, ["`--rewards.1`", "'1'", "0 to 0"]),
+        ({"data.loader.split": "test"}, ["`--data.loader.split`", "'loader'"]),
+    ],
+)
+def test_an_override_into_a_list_takes_a_place_of_it(
+    tmp_path: Path, override: dict[str, Any], words: list[str] | None
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(GOOD))
+    if words is None:
+        assert read_yaml(file, override)["rewards"][0]["weight"] == 2.0
+        return
+    with pytest.raises(ValueError) as caught:
+        read_yaml(file, override)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"name": "r", "fini', "[1, 2]"])
+def test_half_a_marker_is_named_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json.*--output_dir"):
+        read_marker(tmp_path / "run.json")
+
+
+def test_no_marker_marks_nothing(tmp_path: Path) -> None:
+    assert read_marker(tmp_path / "run.json") == {}
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "1.5", "ten"])
+def test_evaluate_refuses_a_limit_of_nothing(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--limit 0` used to make 500 word problems."""
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", "m", "--data", "word_problems", "--limit", limit])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "--limit" in error
+    assert repr(limit) in error
+
+
+def test_a_model_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for model in (str(tmp_path), "nobody/nothing"):  # a folder without a model, and no hub model
+        assert main(["evaluate", model, "--data", "word_problems", "--limit", "2"]) == 2
+        error = capsys.readouterr().err
+        assert model in error
+        assert error.count("\n") == 1
+    assert "local folder" in error
