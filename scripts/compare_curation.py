@@ -20,15 +20,13 @@ import argparse
 import json
 import random
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
 DATA = {"loader": "word_problems", "steps": [1, 3], "largest": 20, "template": "chat"}
 ARMS = ("random", "curated", "uniform", "prioritized")
 COMPARED = (("curated", "random"), ("prioritized", "uniform"))
-#: Student's t, 97.5%, for 1, 2, … degrees of freedom
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def main() -> None:
@@ -138,12 +136,9 @@ def summary(options: argparse.Namespace, accuracies: dict[str, list[float]]) -> 
 
 def interval(values: list[float]) -> dict[str, float | None]:
     """Mean and half width of the 95% interval over seeds; None with fewer than two."""
-    if len(values) < 2:
-        return {"mean": fmean(values), "half_width": None}
-    return {
-        "mean": fmean(values),
-        "half_width": T[min(len(values) - 2, len(T) - 1)] * stdev(values) / len(values) ** 0.5,
-    }
+    from grpo_lab.evaluation.statistics import half_width_over_seeds
+
+    return {"mean": fmean(values), "half_width": half_width_over_seeds(values)}
 
 
 def as_text(found: dict[str, Any]) -> str:

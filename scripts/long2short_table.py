@@ -70,58 +70,58 @@ def repeated(solution: str, rng: random.Random) -> str:
     return "\n".join([line for line in lines[:-1] for _ in range(rng.randint(1, 3))] + lines[-1:])
 
 
+TRAINING = {
+    "max_steps": 60, "lr_scheduler_type": "linear", "max_length": 256, "bf16": False, "logging_steps": 20,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+PAIRS = {"ratio": 1.5, "pairs_per_problem": 4}
+
+
+def ways(output: Path) -> dict[str, dict[str, Any]]:
+    """way → what its recipe says besides `recipe_of`."""
+    few = {**TRAINING, "per_device_train_batch_size": 16}
+    return {
+        "shortest_sft": {"training": {**TRAINING, "learning_rate": 5e-4, "per_device_train_batch_size": 32}},
+        "dpo": {"pairs": PAIRS, "training": {**few, "learning_rate": 2e-5, "beta": 0.1}},
+        "simpo": {"pairs": PAIRS, "training": {**few, "learning_rate": 5e-5, "beta": 2.0, "simpo_gamma": 0.5}},
+        "merge": {"short_model": str(output / "shortest_sft"), "alpha": 0.5},
+    }
+
+
+def recipe_of(method: str, options: argparse.Namespace, long: Path) -> dict[str, Any]:
+    """What all ways have in common: the model, the samples, the evaluation."""
+    data = {} if method == "merge" else {"data": {**DATA, "n": options.problems, "split": "train"}}
+    return {
+        "name": method,
+        "method": method,
+        "model": {"path": str(long)},
+        **data,
+        "n_samples": 8,
+        "temperature": 1.0,
+        "max_completion_length": TOKENS,
+        "batch_size": 256,
+        "seed": options.seed,
+        "use_cpu": True,
+        "samples": str(options.output / "samples.jsonl"),
+        "evaluation": {
+            "data": {**DATA, "n": options.held_out, "split": "test"},
+            "max_new_tokens": TOKENS,
+            "n_samples": 4,
+            "batch_size": 250,
+            "before": method == "shortest_sft",
+        },
+        "output_dir": str(options.output / method),
+    }
+
+
 def table(options: argparse.Namespace, long: Path) -> list[dict[str, Any]]:
     from grpo_lab.pipelines.long2short import long2short
     from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 
-    common = {"max_steps": 60, "lr_scheduler_type": "linear", "max_length": 256, "bf16": False, "logging_steps": 20}
-    common |= {"gradient_checkpointing": False}
-    ways: dict[str, dict[str, Any]] = {
-        "shortest_sft": {"training": {**common, "learning_rate": 5e-4, "per_device_train_batch_size": 32}},
-        "dpo": {"training": {**common, "learning_rate": 2e-5, "per_device_train_batch_size": 16, "beta": 0.1}},
-        "simpo": {
-            "training": {
-                **common,
-                "learning_rate": 5e-5,
-                "per_device_train_batch_size": 16,
-                "beta": 2.0,
-                "simpo_gamma": 0.5,
-            }
-        },
-        "merge": {"short_model": str(options.output / "shortest_sft"), "alpha": 0.5},
-    }
     results: list[dict[str, Any]] = []
-    for method, settings in ways.items():
-        pairs = {"pairs": {"ratio": 1.5, "pairs_per_problem": 4}} if method in ("dpo", "simpo") else {}
-        data = {} if method == "merge" else {"data": {**DATA, "n": options.problems, "split": "train"}}
-        done = long2short(
-            long2short_recipe_from(
-                {
-                    "name": method,
-                    "method": method,
-                    "model": {"path": str(long)},
-                    **data,
-                    **pairs,
-                    **settings,
-                    "n_samples": 8,
-                    "temperature": 1.0,
-                    "max_completion_length": TOKENS,
-                    "batch_size": 256,
-                    "seed": options.seed,
-                    "use_cpu": True,
-                    "samples": str(options.output / "samples.jsonl"),
-                    "evaluation": {
-                        "data": {**DATA, "n": options.held_out, "split": "test"},
-                        "max_new_tokens": TOKENS,
-                        "n_samples": 4,
-                        "batch_size": 250,
-                        "before": method == "shortest_sft",
-                    },
-                    "output_dir": str(options.output / method),
-                }
-            ),
-            overwrite=True,
-        )
+    for method, settings in ways(options.output).items():
+        recipe = long2short_recipe_from({**recipe_of(method, options, long), **settings})
+        done = long2short(recipe, overwrite=True)
         if done.before is not None:
             results.append(row_of("before", 0, done.before))
         results.append(row_of(method, done.rows, done.after))

@@ -16,6 +16,7 @@ _QUESTION = ("problem", "question")
 _GOLD = ("gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
 _WORKED = ("solution", "worked_solution", "gold_solution")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BARE = re.compile(r"(?:[^\s$.,;]|[.,](?=\d))+")
 
 
 def load_math(
@@ -82,7 +83,7 @@ def last_boxed(text: str) -> str | None:
         return None
     start = starts[-1]
     if not text.startswith("{", start):
-        bare = re.match(r"[^\s$.,;]+", text[start:])
+        bare = _BARE.match(text, start)
         return bare.group() if bare else None
     depth, position = 0, start
     while position < len(text):

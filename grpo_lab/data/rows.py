@@ -66,12 +66,14 @@ def _read_file(path: Path) -> list[Row]:
         parquet_rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
         return parquet_rows
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8 ({error}) (setting: source)") from None
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}: not JSON ({error}); one object a line (setting: source)"
@@ -128,11 +130,14 @@ def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) 
 
     rows = [{"prompt": template.prompt(row["question"]), "template": template.name, **row} for row in examples]
     names = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_dict({name: _one_type([row.get(name) for row in rows]) for name in names})
+    return Dataset.from_dict({name: one_type([row.get(name) for row in rows]) for name in names})
 
 
-def _one_type(values: list[Any]) -> list[Any]:
-    """Arrow columns have one type; a public file that mixes ``5`` and ``"Level 5"`` becomes text."""
-    if len({type(value) for value in values if value is not None}) <= 1:
+def one_type(values: list[Any]) -> list[Any]:
+    """Arrow columns have one type: a file that mixes ``5`` and ``"Level 5"`` becomes text, ``1`` and ``0.5`` floats."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) <= 1:
         return values
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
     return [None if value is None else str(value) for value in values]

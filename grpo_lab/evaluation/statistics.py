@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 
 Vote = tuple[str | None, bool]
 """One sample's answer (None: it gave none) and whether it was judged correct."""
@@ -106,6 +106,21 @@ def paired_difference(before: Sequence[bool], after: Sequence[bool], level: floa
     centre = (up - down) / total
     half = _normal_quantile(level) * math.sqrt((up + down) - (up - down) ** 2 / total) / total
     return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
+
+
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5% quantiles of Student's t for 1, 2, … 9 degrees of freedom."""
+
+
+def half_width_over_seeds(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of the mean over independent trainings: t · s / √n, s with n − 1. None for fewer than two.
+
+    From ten degrees of freedom on it takes the quantile of nine, which is wider than theirs (by 1.5% with 11 trainings).
+    """
+    if len(values) < 2:
+        return None
+    quantile = STUDENT_T[min(len(values) - 2, len(STUDENT_T) - 1)]
+    return quantile * stdev(values) / len(values) ** 0.5
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -173,15 +173,8 @@ def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor
         raise ValueError(f"loss_mask must be [rows, tokens]; got shape {tuple(loss_mask.shape)}.")
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
-    if (
-        advantages.dim() != 2
-        or advantages.shape[0] != loss_mask.shape[0]
-        or advantages.shape[1]
-        not in (
-            1,
-            loss_mask.shape[1],
-        )
-    ):
+    rows, tokens = loss_mask.shape
+    if advantages.dim() != 2 or advantages.shape[0] != rows or advantages.shape[1] not in (1, tokens):
         raise ValueError(
             f"advantages must be [rows] or [rows, tokens] for a loss_mask of shape {tuple(loss_mask.shape)}; "
             f"got {tuple(advantages.shape)}."

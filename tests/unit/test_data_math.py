@@ -89,3 +89,18 @@ def test_the_real_files(grpo_lab_data: Path) -> None:
     assert any(gold.startswith("0") for gold in aime["solution"])  # leading zeros kept
     with pytest.raises(ValueError, match=r"no split 'train'.*math500.jsonl"):
         load_math(grpo_lab_data / "math", split="train")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed 3.5.", "3.5"),
+        (r"so \boxed 1,234.", "1,234"),
+        (r"so $\boxed .5$", ".5"),
+        (r"so \boxed 7, as said", "7"),
+        (r"so \boxed 7.", "7"),
+    ],
+)
+def test_a_bare_box_holds_the_whole_number(text: str, expected: str) -> None:
+    """`\boxed 3.5` used to be read as 3."""
+    assert last_boxed(text) == expected

@@ -13,6 +13,7 @@ from grpo_lab.evaluation.answers import vote_key
 from grpo_lab.evaluation.statistics import (
     accuracy_interval,
     clustered_interval,
+    half_width_over_seeds,
     ks_up_to,
     majority_at_k,
     majority_vote,
@@ -251,3 +252,18 @@ def test_any_text_has_a_vote_key(text):
 )
 def test_hostile_answers_cost_nothing(bomb):
     vote_key(bomb)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.7], None),
+        ([1.0, 3.0], 12.706),  # s = √2, √n = √2
+        ([1.0, 2.0, 3.0], 4.303 / math.sqrt(3)),  # s = 1
+        ([0.5] * 12, 0.0),
+        ([1.0, -1.0] * 10, 2.262 * math.sqrt(20 / 19) / math.sqrt(20)),  # the widest quantile of the table's end
+    ],
+)
+def test_half_width_over_seeds(values, expected):
+    found = half_width_over_seeds(values)
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-12))

@@ -1,0 +1,164 @@
+"""One story: events with numbers that keep every result whole and positive, told as a question and solved line by line."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_lab.data.word_problem_families import NAMES, Family, Move
+
+# Tenths of all arithmetic: RL gets most, the cold start has problems of its own, so that RL's are new to the model.
+_SPLIT_OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
+SPLITS = tuple(dict.fromkeys(_SPLIT_OF_TENTH))
+
+# What a careless reader makes of multiplicative events: adds for times, takes away for shares, forgets "each".
+MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A move with its numbers, and with the operation that the writer of the solution sees in it."""
+
+    move: Move
+    numbers: tuple[int, int]
+    slots: dict[str, str]
+    misread: bool = False
+
+    @property
+    def operation(self) -> str:
+        return MISREADING[self.move.op] if self.misread else self.move.op
+
+
+Misreading = Callable[[Sequence[Event]], Sequence[Event]]
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    question: str
+    worked_solution: str
+    solution: str
+    family: str
+    steps: int
+    arithmetic: str
+    """Canonical form: family and operations with their numbers, in order. Equal for re-told problems."""
+
+    @property
+    def split(self) -> str:
+        digest = hashlib.sha256(self.arithmetic.encode()).digest()
+        return _SPLIT_OF_TENTH[int.from_bytes(digest[:8], "big") % len(_SPLIT_OF_TENTH)]
+
+
+def tell_until_told(
+    rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading
+) -> WordProblem | None:
+    """Dead ends are told anew with as many steps, or long problems would be rarer than asked."""
+    tellings = (_tell(rng, family, steps, largest, misread) for _ in range(50))
+    return next((problem for problem in tellings if problem is not None), None)
+
+
+def _tell(rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading) -> WordProblem | None:
+    """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
+    people = rng.sample(NAMES, steps + 1)
+    item = rng.choice(family.items)
+    events: list[Event] = []
+    value: int | None = None
+    left_steps = steps
+    while left_steps:
+        moves = family.openings if value is None else family.moves
+        move = rng.choice([move for move in moves if move.steps <= left_steps])
+        numbers = _numbers(rng, move, value, largest)
+        if numbers is None:
+            return None
+        turn = len(events) + 1
+        slots = {
+            "name": people[0],
+            "item": item,
+            "before": people[turn - 1],
+            "other": people[turn],
+            "last": people[turn],
+        }
+        events.append(Event(move, numbers, slots | {"a": str(numbers[0]), "k": str(numbers[1])}))
+        left_steps -= move.steps
+        value = _solve(events)[1]
+    told = [event.move.text.format(**event.slots) for event in events]
+    lines, answer = _solve(misread(events))
+    if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
+        lines, answer = _solve(events)
+    return WordProblem(
+        question=" ".join([*told, family.question.format(**events[-1].slots)]),
+        worked_solution="\n".join([*lines, f"#### {answer}"]),
+        solution=str(value),
+        family=family.name,
+        steps=steps,
+        arithmetic=f"{family.name}:" + " ".join(f"{e.numbers[0]}{e.move.op}{e.numbers[1]}" for e in events),
+    )
+
+
+def _solve(events: Sequence[Event]) -> tuple[list[str], int | None]:
+    """Solution lines and final value; None as soon as a value is not whole and positive."""
+    lines: list[str] = []
+    value: int | None = None
+    for event in events:
+        left, right = event.numbers
+        operation = event.operation
+        if len(operation) == 2:
+            lines.append(event.move.side_line.format(calc=f"{left}*{right}={left * right}", **event.slots))
+            right = left * right
+        if value is not None:
+            left = value
+        value = _result(left, operation[0], right)
+        if value is None:
+            return lines, None
+        lines.append(event.move.line.format(calc=f"{left}{operation[0]}{right}={value}", **event.slots))
+    return lines, value
+
+
+def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
+    """Operands ``(a, k)`` that keep every result whole, positive and at most ``largest``; None if there are none.
+
+    ``a`` is the left operand of an opening and the first factor of a side product; elsewhere it is not used.
+    """
+    if move.steps == 2:
+        assert value is not None
+        room = largest - value if move.op == "+*" else value - 1
+        room = min(room, largest)
+        if room < 4:
+            return None
+        a = rng.randint(2, min(9, room // 2))
+        return a, rng.randint(2, max(2, min(12, room // a)))
+    if value is None:
+        left = _opening(rng, move, largest)
+    else:
+        left = value
+    allowed = _right_operands(move, left, largest)
+    return (left, rng.choice(allowed)) if allowed else None
+
+
+def _opening(rng: random.Random, move: Move, largest: int) -> int:
+    if move.op == "*":
+        return rng.randint(2, min(12, largest // 2))
+    if move.op == "/":
+        return rng.choice([left for left in range(4, largest + 1) if _right_operands(move, left, largest)])
+    return rng.randint(3, largest * 3 // 5)
+
+
+def _right_operands(move: Move, left: int, largest: int) -> list[int]:
+    """All ``k`` that the operation allows after ``left``."""
+    if move.op == "+":
+        ks = range(2, min(largest - left, largest * 2 // 5) + 1)
+    elif move.op == "-":
+        ks = range(2, left)
+    elif move.op == "*":
+        ks = range(2, min(9, largest // left) + 1)
+    else:
+        ks = range(2, min(9, left - 1) + 1)
+    return [k for k in ks if (move.op != "/" or left % k == 0) and move.fixed in (None, k)]
+
+
+def _result(left: int, operation: str, right: int) -> int | None:
+    if operation == "/":
+        return left // right if left % right == 0 else None
+    result = {"+": left + right, "-": left - right, "*": left * right}[operation]
+    return result if result > 0 else None
