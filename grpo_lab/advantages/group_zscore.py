@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from grpo_lab.advantages.groups import by_group, group_average, sample_std, scorable
+from grpo_lab.advantages.groups import by_group, check_epsilon, group_average, sample_std, scorable
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class GroupZScore:
     """
 
     epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_epsilon(self.epsilon)
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,12 @@ def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return std if keepdim else std.squeeze(dim)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """At the door of the rules that divide by a standard deviation: what is added to it keeps it a divisor."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"`advantage.epsilon` is {epsilon}; it must be a finite number ≥ 0")
 
 
 def scorable(advantages: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ class DetachedWeight:
 
     bound: float = 5.0
 
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"`epsilon_high` (cispo's upper bound of the ratio) is {self.bound}; it must be > 0")
+
     def __call__(self, batch: TokenBatch) -> Tensor:
         weight = batch.ratio.clamp(max=self.bound).detach()
         return -weight * batch.advantages * batch.logps

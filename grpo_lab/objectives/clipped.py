@@ -31,6 +31,8 @@ class Clipped:
             raise ValueError(f"`epsilon` (low) is {self.epsilon_low}; it must lie in [0, 1]")
         if not self.high >= 0:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
+        if self.delta is not None and not self.delta > 0:
+            raise ValueError(f"`delta` (upper bound of the ratio) is {self.delta}; it must be > 0")
 
     @property
     def high(self) -> float:

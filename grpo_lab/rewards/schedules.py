@@ -147,7 +147,7 @@ class Piecewise(Schedule):
     kind: ClassVar[str] = "piecewise"
 
     def __post_init__(self) -> None:
-        points = tuple((at, value) for at, value in self.points)
+        points = _pairs(self.points)
         object.__setattr__(self, "points", points)
         steps = [at for at, _ in points]
         for at, value in points:
@@ -182,7 +182,7 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
     if not isinstance(spec, Mapping):
         raise ValueError(f"a schedule is a number, a mapping with 'kind' or a Schedule; got {spec!r}")
     kind = spec.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"unknown schedule kind {kind!r}{_nearest(kind, _KINDS)}; kinds: {sorted(_KINDS)}")
     settings = {key: value for key, value in spec.items() if key != "kind"}
     known = {field.name for field in fields(_KINDS[kind])}
@@ -200,6 +200,13 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
 def _nearest(name: object, known: Sequence[str] | Mapping[str, Any] | set[str]) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _pairs(points: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((at, value) for at, value in points)
+    except (TypeError, ValueError):
+        raise ValueError(f"schedule 'piecewise': `points` must be pairs [step, value], got {points!r}") from None
 
 
 def _check_weights(kind: str, **values: object) -> None:

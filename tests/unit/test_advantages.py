@@ -144,3 +144,10 @@ def test_names_at_the_door() -> None:
         advantage_rule("group_meen")
     with pytest.raises(ValueError, match=r"'raw' does not take .*epsilon"):
         advantage_rule("raw", epsilon=1e-6)
+
+
+@pytest.mark.parametrize("rule", [GroupZScore, BatchZScore])
+@pytest.mark.parametrize("epsilon", [-1e-4, math.nan, math.inf])
+def test_an_epsilon_that_is_none_is_refused(rule: type[GroupZScore | BatchZScore], epsilon: float) -> None:
+    with pytest.raises(ValueError, match=r"`advantage\.epsilon`.*≥ 0"):
+        rule(epsilon=epsilon)

@@ -153,3 +153,12 @@ def test_the_door() -> None:
             Clipped(low)
     with pytest.raises(ValueError, match=r"`epsilon_high` is -0\.1"):
         Clipped(0.2, -0.1)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_a_bound_that_would_stop_or_turn_the_gradient_is_refused(bound: float) -> None:
+    """A negative bound used to turn every gradient round, a bound of 0 to stop them all, without a word."""
+    with pytest.raises(ValueError, match=r"`epsilon_high`.*cispo.*> 0"):
+        DetachedWeight(bound)
+    with pytest.raises(ValueError, match=r"`delta`.*> 0"):
+        Clipped(0.2, delta=bound)
