@@ -12,8 +12,8 @@ it is close to a.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from grpo_lab.curation.words import words_of
@@ -58,8 +58,8 @@ def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicat
         else:
             first[key] = row
     if similarity < 1:
-        pairs += _near(rows, sorted(first.values()), similarity)
-        pairs = _to_kept_rows(pairs)
+        near = {pair.row: pair for pair in _near(rows, sorted(first.values()), similarity)}
+        pairs = [*near.values(), *(_to_kept_row(pair, near) for pair in pairs)]
     gone = {pair.row for pair in pairs}
     return Deduplicated([row not in gone for row in range(len(rows))], sorted(pairs, key=lambda pair: pair.row))
 
@@ -105,12 +105,9 @@ def _shingles(words: list[str]) -> set[tuple[str, ...]]:
     return set(zip(*(words[start:] for start in range(_SHINGLE)), strict=False))
 
 
-def _to_kept_rows(pairs: list[Duplicate]) -> list[Duplicate]:
-    """Point exact copies of a row that itself went at the row that stays."""
-    near = {pair.row: pair for pair in pairs if pair.similarity < 1}
-    return [
-        Duplicate(pair.row, near[pair.of].of, near[pair.of].similarity) if pair.of in near else pair for pair in pairs
-    ]
+def _to_kept_row(copy: Duplicate, near: Mapping[int, Duplicate]) -> Duplicate:
+    """An exact copy of a row that itself went repeats the row that stays."""
+    return replace(near[copy.of], row=copy.row) if copy.of in near else copy
 
 
 def _words(text: str) -> list[str]:

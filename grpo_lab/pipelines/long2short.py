@@ -118,7 +118,9 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
 def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]:
     assert recipe.data is not None
     reward = parts.build_reward(recipe.reward, "reward")
-    problems = [dict(row) for row in parts.load_rows(recipe.data)]
+    loaded = parts.load_rows(recipe.data)
+    parts.check_golds(loaded, [reward])
+    problems = [dict(row) for row in loaded]
     sampler = ModelSampler(path, recipe.sampling)
     rates = pass_rates(
         problems,

@@ -139,3 +139,12 @@ def test_recipes_load(path: Path) -> None:
     loaded = long2short_recipe_from(read_yaml(path))
     assert path.stem == f"long2short_{loaded.method}"
     assert loaded.evaluation is not None
+
+
+def test_golds_that_no_answer_can_meet_stop_the_run_before_it_samples(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1?", "solution": "unknown"}\n')
+    rows = {"loader": "file", "source": str(file), "template": "none"}
+    shortened = recipe(tmp_path, tmp_path / "none", "dpo", data=rows, reward="accuracy", evaluation=None)
+    with pytest.raises(ValueError, match="gold answers are unusable"):
+        long2short(shortened)

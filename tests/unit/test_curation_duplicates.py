@@ -74,3 +74,11 @@ def test_a_similarity_out_of_range(similarity: float) -> None:
 def test_hostile_text() -> None:
     result = deduplicate(["a " * 50_000, "a " * 49_999, "", "\ud800", "\\frac{" * 20_000, "x" * 100_000])
     assert result.keep == [True, False, True, True, True, True]
+
+
+def test_a_copy_of_a_near_duplicate_points_at_the_row_that_stays() -> None:
+    """Also where the two differ only behind the words that are read: there the similarity is 1."""
+    long = " ".join(f"w{number}" for number in range(20_000))
+    result = deduplicate([f"{long} one", f"{long} two", f"{long} two"])
+    assert result.keep == [True, False, False]
+    assert [(pair.row, pair.of) for pair in result.pairs] == [(1, 0), (2, 0)]

@@ -198,10 +198,11 @@ def test_any_one_piece_may_be_missing(tmp_path, missing):
         ('{"reward": 1.0}', "no usable `step`"),
         ('{"step": "<b>x</b>"}', "no usable `step`"),
         ('{"step": NaN}', "no usable `step`"),
+        ('{"step": 1' + "0" * 400 + "}", "no usable `step`"),
         ("[" * 100_000, "not JSON"),
         ("\x00\x00\x00", "not JSON"),
     ],
-    ids=["cut", "list", "stepless", "markup", "nan", "deep", "zeros"],
+    ids=["cut", "list", "stepless", "markup", "nan", "huge", "deep", "zeros"],
 )
 def test_a_corrupted_line_is_reported_with_its_number(tmp_path, line, reason):
     folder = whole_run(tmp_path)
