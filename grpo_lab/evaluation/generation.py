@@ -120,26 +120,22 @@ class TransformersGenerator:
         """The new tokens after each prompt [rows, new], padding and all."""
         import torch
 
-        width = max(len(ids) for ids in prompts)
-        input_ids = torch.full((len(prompts), width), int(config.pad_token_id), dtype=torch.long)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompts):
-            input_ids[row, width - len(ids) :] = torch.tensor(ids, dtype=torch.long)
-            attention_mask[row, width - len(ids) :] = 1
-        device = self.model.device
+        from grpo_lab.rollouts.transformers_engine import left_padded
+
+        input_ids, attention_mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
         with torch.no_grad():
             generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
-            output = generate(
-                input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
-            )
-        rows: list[list[int]] = output[:, width:].tolist()
+            output = generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config)
+        rows: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
         return rows
 
     def _completion(self, ids: list[int], stops: list[int]) -> Completion:
         """Cut after the first stop token; the padding behind it is not the model's."""
-        end = next((place for place, token in enumerate(ids) if token in stops), None)
-        written = ids if end is None else ids[: end + 1]
-        return Completion(str(self.tokenizer.decode(written, skip_special_tokens=True)), len(written), end is None)
+        from grpo_lab.rollouts.transformers_engine import until_end
+
+        written = until_end(ids, stops)
+        text = str(self.tokenizer.decode(written, skip_special_tokens=True))
+        return Completion(text, len(written), truncated=not written or written[-1] not in stops)
 
     def _pad_id(self, stops: list[int]) -> int:
         pad = self.tokenizer.pad_token_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +51,9 @@ class SamplingSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` is {value!r}; an integer of at least 1 is needed")
-        if isinstance(self.temperature, bool) or not self.temperature > 0:
-            raise ValueError(f"`temperature` is {self.temperature!r}; sampling needs a number above 0")
+        heat = self.temperature
+        if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < math.inf:
+            raise ValueError(f"`temperature` is {heat!r}; sampling needs a finite number above 0")
         if self.engine and not self.use_vllm:
             raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.pipelines.recipe import parse_overrides, read_yaml, recipe_from
 from grpo_lab.pipelines.run_folder import read_marker
+from grpo_lab.pipelines.sampler import SamplingSettings
 
 GOOD: dict[str, Any] = {
     "model": {"tiny": {}},
@@ -119,3 +121,9 @@ def test_a_model_that_is_not_there_is_one_line(
         assert model in error
         assert error.count("\n") == 1
     assert "local folder" in error
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, math.inf, "hot", True])
+def test_a_temperature_that_samples_nothing_is_refused(temperature: Any) -> None:
+    with pytest.raises(ValueError, match="`temperature`"):
+        SamplingSettings(temperature=temperature)
