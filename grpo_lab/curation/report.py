@@ -14,6 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DroppedExample:
+    """A row that a filter dropped, as the report shows it: its number, its text cut to a readable length, why it went."""
+
     row: int
     text: str
     reason: str
@@ -39,6 +41,8 @@ class FilterOutcome:
 
 @dataclass(frozen=True)
 class CurationReport:
+    """A curation in numbers: rows that came in, rows kept, what each filter did, and notes in words."""
+
     title: str
     rows: int
     kept: int

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
+    """One arithmetic event: its operation, how it is told, how a solution line (and a line for the side product) says it."""
+
     op: str
     text: str
     line: str
@@ -25,11 +27,14 @@ class Move:
 
     @property
     def steps(self) -> int:
+        """Calculations that it takes."""
         return len(self.op)
 
 
 @dataclass(frozen=True)
 class Family:
+    """A kind of story: the things counted, how it may begin and go on, what is asked at its end."""
+
     name: str
     items: tuple[str, ...]
     openings: tuple[Move, ...]

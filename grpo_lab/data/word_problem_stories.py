@@ -36,6 +36,8 @@ Misreading = Callable[[Sequence[Event]], Sequence[Event]]
 
 @dataclass(frozen=True)
 class WordProblem:
+    """A problem as it is told, its solution line by line and its answer, a whole number as text."""
+
     question: str
     worked_solution: str
     solution: str

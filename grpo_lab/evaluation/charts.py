@@ -31,12 +31,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Tick:
+    """A mark on an axis: its place in pixels and its label."""
+
     at: float
     text: str
 
 
 @dataclass(frozen=True)
 class DrawnLine:
+    """One series in pixels: SVG paths (`raw`, `smooth`), dots with their labels, error bars, first and last value as text."""
+
     label: str
     colour: str
     dash: str

@@ -51,6 +51,7 @@ def write_curation_page(
 def curation_page(
     report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Sequence[Mapping[str, Any]] = ()
 ) -> str:
+    """The page as text; see `write_curation_page`."""
     bars = histogram(rows)
     return page(
         "curation.html.j2",

@@ -36,6 +36,8 @@ class Generate(Protocol):
 
 @dataclass(frozen=True)
 class RenderedPrompt:
+    """The text that the model continues, and its token ids, special tokens included."""
+
     text: str
     ids: list[int]
 

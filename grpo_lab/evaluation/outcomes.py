@@ -106,4 +106,5 @@ def as_text(value: object) -> str | None:
 
 
 def of_kind(outcomes: Iterable[Outcome], kind: Kind) -> list[Outcome]:
+    """The greedy ones, or the sampled ones."""
     return [outcome for outcome in outcomes if outcome.kind == kind]

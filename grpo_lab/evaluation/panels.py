@@ -121,6 +121,8 @@ PANELS = [
 
 @dataclass(frozen=True)
 class PanelView:
+    """A panel of the page; without a chart it says which metrics were `looked_for`."""
+
     title: str
     meaning: str
     chart: Chart | None
@@ -128,6 +130,7 @@ class PanelView:
 
 
 def panel_views(record: RunRecord) -> list[PanelView]:
+    """All panels of a run: accuracy, reward, then `PANELS`; optional ones only where something was recorded."""
     views = [_accuracy(record), _reward(record)]
     for panel in PANELS:
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines]

@@ -70,6 +70,8 @@ def _title(record: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class SummaryGroup:
+    """A list of (name, text) under a heading."""
+
     name: str
     entries: list[tuple[str, str]]
 

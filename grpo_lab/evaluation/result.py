@@ -163,10 +163,12 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
 
 
 def mean_length(outcomes: Sequence[Outcome]) -> float | None:
+    """Tokens per completion, the end token included; None without completions."""
     return fmean(o.tokens for o in outcomes) if outcomes else None
 
 
 def share(flags: Sequence[bool]) -> float | None:
+    """Fraction of the flags that are set; None without flags."""
     return sum(flags) / len(flags) if flags else None
 
 

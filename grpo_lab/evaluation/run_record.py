@@ -29,6 +29,8 @@ _NUMBERED_LINES = 5
 
 @dataclass
 class RunRecord:
+    """A run as far as it could be read; the fields are empty or None where nothing was found."""
+
     folder: Path
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)

@@ -33,6 +33,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class Sample:
+    """One problem with what the model wrote before and after; a side that was not evaluated is None."""
+
     problem: int
     kind: str
     question: str
@@ -51,6 +53,7 @@ class SampleChoice:
 
 
 def choose_samples(before: EvaluationResult | None, after: EvaluationResult | None) -> SampleChoice:
+    """Examples of every transition between the verdicts of both evaluations, or of one side where they share no problems."""
     old = _by_problem(before)
     new = _by_problem(after)
     shared = sorted(old.keys() & new.keys())

@@ -83,6 +83,7 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
 
 
 def describe_sampling(result: EvaluationResult) -> str:
+    """How many samples at which temperature, in words; empty where nothing was sampled."""
     settings = result.settings
     if not result.sampled:
         return ""
@@ -146,10 +147,12 @@ def _warnings(after: EvaluationResult) -> list[str]:
 
 
 def percent(share: float | None) -> str:
+    """A fraction of 1 in per cent with one digit."""
     return NOT_RECORDED if share is None else f"{100 * share:.1f}%"
 
 
 def duration(seconds: float) -> str:
+    """Seconds as a person says them: `3 h 05 min`, `2 min 07 s`, `4.2 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -102,6 +102,7 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
+    """The section's own tokenizer, or the model's."""
     from transformers import AutoTokenizer
 
     with loading(str(section.tokenizer or section.path)):
@@ -121,6 +122,7 @@ def loading(model: str) -> Iterator[None]:
 
 
 def lora_config(section: ModelSection) -> Any:
+    """``peft.LoraConfig`` of the section; None trains all weights."""
     if section.lora is None:
         return None
     from peft import LoraConfig
@@ -147,4 +149,5 @@ def lab_config(recipe: Recipe) -> Any:
 
 
 def is_local(path: str | None) -> bool:
+    """Whether a model or data set is a folder here rather than a hub name."""
     return path is not None and Path(path).is_dir()

@@ -173,6 +173,7 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
 
 
 def data_section(written: Any, where: str) -> DataSection:
+    """Rows as a recipe describes them at ``where``. ValueError for another form."""
     if not isinstance(written, Mapping) or "loader" not in written:
         raise ValueError(
             f"`{where}` is {written!r}; it must be a mapping with a `loader` (file, gsm8k, math, word_problems)"
@@ -191,6 +192,7 @@ def data_section(written: Any, where: str) -> DataSection:
 
 
 def reward_section(written: Any) -> RewardSection:
+    """A reward, written as a name or as a mapping. ValueError for another form."""
     if isinstance(written, str):
         return RewardSection(written)
     if isinstance(written, Mapping) and "name" in written:
@@ -211,6 +213,7 @@ def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:
 
 
 def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
+    """``evaluation`` of a recipe. ValueError for a missing ``data`` or an unknown key."""
     _require_mapping(written, "evaluation")
     if "data" not in written:
         raise ValueError("`evaluation` has no `data`; it needs held-out rows")
@@ -222,6 +225,7 @@ def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
 
 
 def section_of(kind: Any, written: Any, where: str) -> Any:
+    """``written`` as the dataclass ``kind``. ValueError for an unknown key, with the nearest known one."""
     _require_mapping(written, where)
     allowed = [f.name for f in fields(kind)]
     for key in written:

@@ -60,6 +60,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Constant(Schedule):
+    """The same weight at every step."""
+
     value: float
 
     kind: ClassVar[str] = "constant"
@@ -124,6 +126,8 @@ class _Ramp(Schedule):
 
 @dataclass(frozen=True)
 class Linear(_Ramp):
+    """A straight line between the two ends."""
+
     kind: ClassVar[str] = "linear"
 
     def curve(self, progress: float) -> float:
@@ -132,6 +136,8 @@ class Linear(_Ramp):
 
 @dataclass(frozen=True)
 class Cosine(_Ramp):
+    """Half a cosine between the two ends, flat at both."""
+
     kind: ClassVar[str] = "cosine"
 
     def curve(self, progress: float) -> float:

@@ -32,6 +32,8 @@ _CACHE_LIMIT = 1 << 16
 
 
 class GoldKind(Enum):
+    """How a gold answer is compared; see `kind_of_gold`."""
+
     NUMBER = "number"
     TEXT = "text"
     MATH = "math"

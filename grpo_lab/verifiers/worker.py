@@ -25,6 +25,7 @@ _HEADER = struct.Struct(">I")
 
 
 def encode_frame(message: Any) -> bytes:
+    """A message as bytes: its length, then JSON."""
     body = json.dumps(message).encode()
     return _HEADER.pack(len(body)) + body
 
