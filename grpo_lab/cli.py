@@ -101,7 +101,8 @@ def _at_least_one(text: str) -> int:
 
 
 def _train(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.recipe import parse_overrides, read_recipe
+    from grpo_lab.pipelines.recipe import read_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
 
     recipe = read_recipe(known.config, parse_overrides(rest))
     if known.dry_run:
@@ -118,7 +119,7 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 def _curate(known: argparse.Namespace, rest: list[str]) -> int:
     from grpo_lab.pipelines.curate import curate
     from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-    from grpo_lab.pipelines.recipe import parse_overrides, read_yaml
+    from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 
     written = read_yaml(known.config, parse_overrides(rest))
     curate(curation_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)
@@ -128,7 +129,7 @@ def _curate(known: argparse.Namespace, rest: list[str]) -> int:
 def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
     from grpo_lab.pipelines.long2short import long2short
     from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-    from grpo_lab.pipelines.recipe import parse_overrides, read_yaml
+    from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 
     written = read_yaml(known.config, parse_overrides(rest))
     long2short(long2short_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)

@@ -88,7 +88,8 @@ def problems_of(options: argparse.Namespace, arm: str, seed: int, pool: list[dic
 
 
 def accuracy_after(options: argparse.Namespace, arm: str, seed: int, pool: list[dict[str, Any]]) -> float:
-    from grpo_lab.pipelines.recipe import read_yaml, recipe_from
+    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.pipelines.recipe_file import read_yaml
     from grpo_lab.pipelines.train import train
 
     file = options.output / f"{arm}-{seed}.jsonl"

@@ -50,6 +50,11 @@ class Curation:
             loaded = loaded.remove_columns(earlier)
             self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
         self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
+        balance_by = None if recipe.filters.balance is None else recipe.filters.balance.by
+        if balance_by is not None and balance_by not in (*loaded.column_names, *SCORES):
+            raise ValueError(
+                f"`filters.balance.by` is {balance_by!r}; the columns are {loaded.column_names} and {SCORES}"
+            )
         self.shown = "question" if "question" in loaded.column_names else "prompt"
         self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
         self.sampler: ModelSampler | None = None

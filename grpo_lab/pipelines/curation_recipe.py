@@ -17,6 +17,7 @@ from grpo_lab.pipelines.recipe import (
     ModelSection,
     RewardSection,
     data_section,
+    require_whole,
     reward_section,
     section_of,
 )
@@ -59,6 +60,13 @@ class BandFilter:
     low: float = 0.0
     high: float = 1.0
 
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (self.low, self.high))
+        if not (numbers and self.low < self.high):
+            raise ValueError(
+                f"`filters.band` is low={self.low!r}, high={self.high!r}; two numbers with low < high are needed"
+            )
+
 
 @dataclass(frozen=True)
 class GuessFilter:
@@ -67,6 +75,10 @@ class GuessFilter:
     tries: int = 8
     max_new_tokens: int = 32
 
+    def __post_init__(self) -> None:
+        for name in ("tries", "max_new_tokens"):
+            require_whole(f"filters.guessable.{name}", getattr(self, name), 1)
+
 
 @dataclass(frozen=True)
 class BalanceFilter:
@@ -74,6 +86,12 @@ class BalanceFilter:
 
     by: str
     per_domain: Any = None
+
+    def __post_init__(self) -> None:
+        shares = self.per_domain if isinstance(self.per_domain, Mapping) else {"": self.per_domain}
+        for domain, share in shares.items():
+            if self.per_domain is not None:
+                require_whole(f"filters.balance.per_domain{domain and f'.{domain}'}", share, 0)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """
     began = time.perf_counter()
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
+    parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before
     before = _measure(recipe, path, folder / "evaluation" / "before") if wanted else None
     if recipe.method == "merge":

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.pipelines.recipe import DataSection, ModelSection, Recipe, RewardSection
+from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, ModelSection, Recipe, RewardSection
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -85,6 +85,13 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
             raise ValueError(
                 f"column 'solution' (`data`): more than {limit:.0%} of its gold answers are unusable. {report}"
             )
+
+
+def check_evaluation(section: EvaluationSection | None) -> None:
+    """What is wrong with the held-out rows or their reward is said now, and not when the training is over."""
+    if section is not None:
+        load_rows(section.data, "evaluation.data")
+        build_reward(section.reward, "evaluation.reward")
 
 
 def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:

@@ -7,12 +7,13 @@ other key is a field of ``LabConfig``, flat, as TRL users write it. A recipe is 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
+from grpo_lab.pipelines.recipe_file import read_yaml
 
 SECTIONS = ("name", "trainer", "model", "data", "rewards", "cold_start", "evaluation")
 
@@ -108,6 +109,16 @@ class EvaluationSection:
     temperature: float = 1.0
     before: bool = True
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("n_samples", 0)):
+            if name != "max_new_tokens" or self.max_new_tokens is not None:
+                require_whole(f"evaluation.{name}", getattr(self, name), least)
+        heat = self.temperature
+        if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < math.inf:
+            raise ValueError(f"`evaluation.temperature` is {heat!r}; it must be a finite number above 0")
+        if not isinstance(self.before, bool):
+            raise ValueError(f"`evaluation.before` is {self.before!r}; it must be true or false")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -135,19 +146,6 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     written = read_yaml(path, overrides)
     return recipe_from(written, default_name=Path(path).stem)
-
-
-def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The mapping in a YAML file with ``--key value`` overrides. Raises ``ValueError`` as ``read_recipe``."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
-    written = _parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
-    if not isinstance(written, dict):
-        raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
-    for key, value in (overrides or {}).items():
-        _set(written, key, value)
-    return written
 
 
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
@@ -184,10 +182,8 @@ def data_section(written: Any, where: str) -> DataSection:
             raise ValueError(f"`{where}.steps` is {rest['steps']!r}; it must be two numbers, [fewest, most]")
         rest["steps"] = tuple(rest["steps"])
     limit = written.get("limit")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(
-            f"`{where}.limit` is {limit!r}; it must be a whole number of at least 1, or left out for all rows"
-        )
+    if limit is not None:
+        require_whole(f"{where}.limit", limit, 1)
     return DataSection(str(written["loader"]), str(written.get("template", "chat")), limit, rest)
 
 
@@ -236,56 +232,12 @@ def section_of(kind: Any, written: Any, where: str) -> Any:
     return kind(**written)
 
 
+def require_whole(name: str, value: Any, least: int) -> None:
+    """ValueError unless ``value`` is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` is {value!r}; it must be a whole number of at least {least}")
+
+
 def _require_mapping(written: Any, where: str) -> None:
     if not isinstance(written, Mapping):
         raise ValueError(f"`{where}` is {written!r}; it must be a mapping of settings")
-
-
-def _set(written: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    place: Any = written
-    for step in path:
-        place = place[_index(place, step, key)] if isinstance(place, list) else place.setdefault(step, {})
-        if not isinstance(place, dict | list):
-            raise ValueError(f"`--{key}`: {step!r} is not a section of the recipe")
-    place[_index(place, last, key) if isinstance(place, list) else last] = value
-
-
-def _index(place: list[Any], step: str, key: str) -> int:
-    if not (step.isascii() and step.isdigit() and int(step) < len(place)):
-        raise ValueError(
-            f"`--{key}`: {step!r} is no place of a list with {len(place)} entries; places are 0 to {len(place) - 1}"
-        )
-    return int(step)
-
-
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``)."""
-    found: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise ValueError(f"did not expect {word!r} on the command line; settings are given as --key value")
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[key.replace("-", "_") if "." not in key else key] = _value(value, key)
-    return found
-
-
-def _value(text: str, key: str) -> Any:
-    value = _parsed(text, f"`--{key}` {text!r}")
-    if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
-        try:
-            return float(value) if any(c.isdigit() for c in value) else value
-        except ValueError:
-            return value
-    return value
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what} is no YAML: {error}") from error

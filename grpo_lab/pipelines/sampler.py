@@ -17,6 +17,7 @@ from grpo_lab.evaluation.generation import (
     render_prompt,
     stop_token_ids,
 )
+from grpo_lab.pipelines.recipe import require_whole
 
 _HASHED_FROM_EACH_END = 1 << 20  # bytes
 
@@ -48,9 +49,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         for name in ("n_samples", "max_completion_length", "batch_size", "problems_per_save"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}; an integer of at least 1 is needed")
+            require_whole(name, getattr(self, name), 1)
         heat = self.temperature
         if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < math.inf:
             raise ValueError(f"`temperature` is {heat!r}; sampling needs a finite number above 0")

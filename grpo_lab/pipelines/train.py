@@ -41,6 +41,7 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     rewards = [parts.build_reward(section) for section in recipe.rewards]
     rows = parts.load_rows(recipe.data)
     parts.check_golds(rows, rewards)
+    parts.check_evaluation(recipe.evaluation)
     start = _start_model(recipe, folder, config, resume, seconds)
     before = (
         _evaluate(recipe, start, folder / "evaluation" / "before", seconds, "before") if state.is_main_process else None

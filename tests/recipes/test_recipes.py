@@ -10,7 +10,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.recipe import parse_overrides, read_recipe
+from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.pipelines.recipe_file import parse_overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = ("curate", "long2short")  # recipes of other commands have tests of their own

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab.pipelines.long2short import long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.recipe import read_yaml
+from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.trainer.preference import prefer
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.pipelines.recipe import parse_overrides, read_yaml, recipe_from
+from grpo_lab.pipelines.curation_filters import Curation
+from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.run_folder import read_marker
 from grpo_lab.pipelines.sampler import SamplingSettings
 
@@ -127,3 +130,63 @@ def test_a_model_that_is_not_there_is_one_line(
 def test_a_temperature_that_samples_nothing_is_refused(temperature: Any) -> None:
     with pytest.raises(ValueError, match="`temperature`"):
         SamplingSettings(temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"batch_size": 0}, "`evaluation.batch_size` is 0"),
+        ({"n_samples": -1}, "`evaluation.n_samples` is -1"),
+        ({"max_new_tokens": 0}, "`evaluation.max_new_tokens` is 0"),
+        ({"n_samples": 4, "temperature": 0}, "`evaluation.temperature` is 0"),
+        ({"before": "no"}, "`evaluation.before` is 'no'"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_made_is_refused_before_the_training(changed: dict[str, Any], word: str) -> None:
+    """With `before: false` it used to be refused when the training was over."""
+    with pytest.raises(ValueError, match=word):
+        recipe_from({**GOOD, "evaluation": {"data": DATA, "before": False, **changed}})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "word"),
+    [
+        ({"data": {"loader": "gsm9k"}}, "evaluation.data.loader"),
+        ({"data": DATA, "reward": {"name": "acuracy"}}, "evaluation.reward"),
+    ],
+)
+def test_held_out_rows_and_their_reward_are_looked_at_before_the_training(
+    evaluation: dict[str, Any], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    settings = {"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, "num_generations": 2}
+    tiny = {"model": {"tiny": {"hidden_size": 16, "num_layers": 1}}, "cold_start": {"data": DATA, "no_such_setting": 1}}
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 1}
+    file.write_text(json.dumps({**GOOD, **tiny, **settings, "evaluation": {"before": False, **evaluation}}))
+    assert main(["train", "--config", str(file)]) == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("filters", "word"),
+    [
+        ({"band": {"low": 0.9, "high": 0.1}}, "`filters.band`.*0.9.*0.1"),
+        ({"band": {"low": "hard"}}, "`filters.band`.*'hard'"),
+        ({"guessable": {"tries": 0}}, "`filters.guessable.tries` is 0"),
+        ({"guessable": {"max_new_tokens": 1.5}}, "`filters.guessable.max_new_tokens` is 1.5"),
+        ({"balance": {"by": "kind", "per_domain": -1}}, "`filters.balance.per_domain` is -1"),
+        ({"balance": {"by": "kind", "per_domain": "all"}}, "`filters.balance.per_domain` is 'all'"),
+    ],
+)
+def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
+    filters: dict[str, Any], word: str
+) -> None:
+    """The band and the balance used to be looked at when all samples were there."""
+    with pytest.raises(ValueError, match=word):
+        curation_recipe_from({"data": DATA, "model": {"path": "m"}, "filters": filters})
+
+
+def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
+    written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
+    with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
+        Curation(curation_recipe_from(written), tmp_path)
