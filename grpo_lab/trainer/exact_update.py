@@ -201,6 +201,7 @@ class ExactUpdate:
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
         scored, entropies = completion_log_probs(self.trainer, model, rows.input_ids, rows.labels, rows.position_ids)
+        assert entropies is not None  # the policy's head makes them
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
         return self.trainer.token_batch(logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.log_probs import GenerationForwards, log_probs_in_bins
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
@@ -22,8 +23,7 @@ def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, k
         output["old_per_token_logps"] = old
     penalty = trainer.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
     book = trainer.metric_book(trainer._mode())
-    book.add("kl/reward_penalty", penalty.sum(), penalty.numel())
-    book.settle_alike()
+    book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
     column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
     column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
     return RewardTable(
@@ -36,9 +36,11 @@ def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, k
 
 @torch.no_grad()
 def _log_probs_at_generation(trainer: LabTrainer, output: dict[str, Any]) -> Tensor:
+    multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
+    if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(multimodal):
+        return log_probs_in_bins(trainer, trainer.model, output)
     input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-    multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
         input_ids,

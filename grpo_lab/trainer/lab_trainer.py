@@ -7,7 +7,6 @@ One step runs down this page: rewards are gathered and completed (``_calculate_r
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any, ClassVar
 
@@ -22,8 +21,9 @@ from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
-from grpo_lab.trainer.exact_update import ExactUpdate, verdict
+from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.kl_penalty import penalised
+from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
@@ -218,22 +218,23 @@ class LabTrainer(GRPOTrainer):
         self._weight_schedules.apply()
         if self._optimizer_reset is not None and self.model.training:
             self._optimizer_reset.before_generation()
-        misaligned, corrected = trl_bridge.wants_old_log_probs(self)
-        deferred = corrected and not misaligned and self.model.training and verdict(self).stock is None
-        with trl_bridge.policy_forward_deferred(self) if deferred else contextlib.nullcontext():
+        forwards = GenerationForwards.of(self)
+        with forwards.instead_of_trls(self) as put_off:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()
-        if corrected:
+        if forwards.corrected:
             local = slice(*(len(inputs) * (self.accelerator.process_index + k) for k in (0, 1)))
             output["length_quartile"] = length_quartiles(scored.lengths)[local]
-        if deferred:
-            del output["old_per_token_logps"], output["importance_sampling_ratio"]
+        if put_off:
+            del output["old_per_token_logps"]
+            output.pop("importance_sampling_ratio", None)
             trl_bridge.forget_metrics(self, mode, "sampling/")
-        elif corrected:
+        elif forwards.corrected:
             record_by_length(self, output, _loss_mask(output), mode)
         self._set_advantages(output, scored.table)
+        forwards.catch_up(self, output)
         self._record_rewards(scored, mode)
         return output
 
@@ -284,8 +285,7 @@ class LabTrainer(GRPOTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        ours = type(self)._compute_loss is LabTrainer._compute_loss
-        if return_outputs or not self.model.training or not ours:
+        if return_outputs or not self.model.training or not self.has_own_loss:
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss
         return self._update.loss(model, inputs)
@@ -388,6 +388,11 @@ class LabTrainer(GRPOTrainer):
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
             logger.log(level, message)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is ours (a subclass may replace TRL's ``_compute_loss``; then nothing is left out)."""
+        return type(self)._compute_loss is LabTrainer._compute_loss
 
     @property
     def exact_update(self) -> ExactUpdate:

@@ -58,11 +58,13 @@ class MetricBook:
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add ``total`` over ``count`` items to the mean called ``name``; both scalars, or ``[K]`` per micro-batch."""
-        total = total.detach().float().reshape(-1)
-        counts = torch.as_tensor(count, device=total.device).float().reshape(-1)
-        pair = torch.stack([total, counts], dim=1)
+        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]`` per micro-batch."""
+        pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
+
+    def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """The same for a pair that every rank computed from the same gathered table: taken once, not added up over ranks."""
+        self._settle(name, _pair(total, count))
 
     def add_extreme(self, name: str, how: str, values: Tensor) -> None:
         """Take ``values`` ``[K]`` (±inf: none seen) into the ``min`` or ``max`` called ``name``."""
@@ -86,12 +88,6 @@ class MetricBook:
         self._fresh.clear()
         self._fresh_extremes.clear()
 
-    def settle_alike(self) -> None:
-        """Take fresh pairs that every rank computed from the same gathered table as they are, without adding them up."""
-        for name, pair in self._fresh.items():
-            self._settle(name, pair)
-        self._fresh.clear()
-
     def read(self) -> dict[str, float]:
         """The means since the last ``read``; forgets them. A mean over nothing is left out."""
         pairs = {name: pair.tolist() for name, pair in self._total.items()}
@@ -106,6 +102,11 @@ class MetricBook:
             )
         pair = pairs.sum(0)
         self._total[name] = self._total[name] + pair if name in self._total else pair
+
+
+def _pair(total: Tensor, count: Tensor | float) -> Tensor:
+    total = total.detach().float().reshape(-1)
+    return torch.stack([total, torch.as_tensor(count, device=total.device).float().reshape(-1)], dim=1)
 
 
 def add_token_metric(
@@ -164,10 +165,9 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         truncated: bool ``[N]``, ended by the length limit.
         correct: ``[N]`` 1/0/NaN from the correctness reward, where the run has one.
     """
-    book.add("groups/dead_share", dead.sum(), dead.numel())
-    book.add("completions/truncated_share", truncated.sum(), truncated.numel())
+    book.add_alike("groups/dead_share", dead.sum(), dead.numel())
+    book.add_alike("completions/truncated_share", truncated.sum(), truncated.numel())
     if correct is not None:
         for name, chosen in (("correct", correct > 0.5), ("incorrect", correct <= 0.5)):
-            book.add(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
-        book.add("rewards/unscorable_share", correct.isnan().sum(), correct.numel())
-    book.settle_alike()
+            book.add_alike(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
+        book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())

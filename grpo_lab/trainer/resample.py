@@ -101,9 +101,8 @@ class Resampler:
     def _record(self, rounds: int, chosen: list[tuple[int, int]], wanted: int) -> None:
         book = self.trainer.metric_book("train")
         device = self.trainer.accelerator.device
-        book.add("update/resample_rounds", torch.tensor([float(rounds)], device=device), 1)
+        book.add_alike("update/resample_rounds", torch.tensor([float(rounds)], device=device), 1)
         replaced = sum(which > 0 for which, _ in chosen)
-        book.add("update/resampled_share", torch.tensor([float(replaced)], device=device), wanted)
+        book.add_alike("update/resampled_share", torch.tensor([float(replaced)], device=device), wanted)
         generated = rounds * wanted * self.trainer.num_generations
-        book.add("update/completions_generated", torch.tensor([float(generated)], device=device), 1)
-        book.settle_alike()
+        book.add_alike("update/completions_generated", torch.tensor([float(generated)], device=device), 1)

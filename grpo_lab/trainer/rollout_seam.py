@@ -172,8 +172,7 @@ class SyncProof:
         finally:
             model.train(was_training)
         book = trainer.metric_book("train")
-        book.add("rollout/sync_gap", torch.tensor([gap.mean]), 1)
-        book.settle_alike()
+        book.add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
 
 
 def _training_dtype(trainer: LabTrainer, model: Any) -> torch.dtype:

@@ -108,7 +108,11 @@ class RowTable:
         }
         fields = {name: value[:, :width] if self._is_per_token(name) else value for name, value in fields.items()}
         loss_mask = self.loss_mask[index, :width] & bool(rows)
-        own = loss_mask.gather(1, (steps - prompt.unsqueeze(1)).clamp(0, width - 1)) & (steps >= prompt.unsqueeze(1)) & real
+        own = (
+            loss_mask.gather(1, (steps - prompt.unsqueeze(1)).clamp(0, width - 1))
+            & (steps >= prompt.unsqueeze(1))
+            & real
+        )
         return Bin(
             input_ids=input_ids,
             labels=input_ids.masked_fill(~own, -100),

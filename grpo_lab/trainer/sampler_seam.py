@@ -186,10 +186,9 @@ class SamplerSeam:
         for row, successes, trials in outcomes(rows, correct):
             sampler.update(row, successes, trials)
         weights, seen = sampler.weights, sampler.trials > 0
-        book.add("sampler/seen_share", seen.sum().to(correct.device), sampler.num_samples)
+        book.add_alike("sampler/seen_share", seen.sum().to(correct.device), sampler.num_samples)
         at_floor = (weights <= sampler.floor).sum().to(correct.device)
-        book.add("sampler/at_floor_share", at_floor, sampler.num_samples)
-        book.settle_alike()
+        book.add_alike("sampler/at_floor_share", at_floor, sampler.num_samples)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state into a checkpoint folder; called on every rank, which must agree."""

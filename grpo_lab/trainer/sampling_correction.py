@@ -119,8 +119,7 @@ def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: s
     sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
     book = trainer.metric_book(mode)
     for name, (total, count) in zip(pairs, sums, strict=True):
-        book.add(name, total, count)
-    book.settle_alike()
+        book.add_alike(name, total, count)
 
 
 def _kept(trainer: Any, weights: Tensor) -> Tensor:

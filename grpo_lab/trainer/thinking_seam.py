@@ -164,8 +164,7 @@ def _record_cuts(trainer: LabTrainer, done: list[BudgetedCompletion]) -> None:
     counts = torch.tensor([[sum(completion.was_cut for completion in done), len(done)]], device=device)
     cut, total = trainer.accelerator.gather(counts).sum(0)
     book = trainer.metric_book(trainer._mode())
-    book.add("rollout/cut_share", cut, total)
-    book.settle_alike()
+    book.add_alike("rollout/cut_share", cut, total)
 
 
 __all__ = ["ThinkingRollout", "check_budget", "check_thinking", "thinking_rollout", "trainer_generate"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
 
 SUPPORTED_TRL = "1.16."
 
@@ -130,8 +131,8 @@ def completion_log_probs(
     input_ids: Tensor,
     labels: Tensor,
     position_ids: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
 
     Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
     left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
@@ -156,7 +157,7 @@ def completion_log_probs(
         flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
         return flat.view_as(scored)[:, :-1]
 
-    return spread(output.log_probs), spread(output.entropy)
+    return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
 
 
 def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
@@ -199,27 +200,44 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def policy_forward_deferred(trainer: Any) -> Iterator[None]:
-    """Inside the block TRL's no-grad forward of the *policy* (old log-probs) is not run; it gets zeros instead.
+def forwards_replaced(
+    trainer: Any, forward: Callable[[Any, Tensor, Tensor, int], Tensor], without_policy: bool = False
+) -> Iterator[list[str]]:
+    """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
 
-    TRL runs it before it knows the rewards, over all rows and all padding. The caller drops what TRL made of the zeros
-    and computes the real values where they are needed. Forwards of the reference model are left alone: with PEFT they
-    run through the same model object, under an adapter context, which is how they are told apart.
+    Args:
+        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows the
+            rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where needed.
+
+    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an adapter context,
+    which is how they are told apart: TRL asks for the policy once, and before the reference. Multimodal forwards stay TRL's.
+
+    Yields a list that holds ``"policy"`` once its forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
-    calls = {"policy": 0}
+    left_out: list[str] = []
 
     @functools.wraps(original)
-    def deferred(
+    def answered(
         model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if model is trainer.model and calls["policy"] == 0:
-            calls["policy"] += 1  # TRL asks for the policy once, and before the reference
+        if args or kwargs.get("compute_entropy") or kwargs.get("compute_aux_loss") or is_multimodal(kwargs):
+            return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if without_policy and model is trainer.model and not left_out:
+            left_out.append("policy")
             return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
-        return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        return forward(model, input_ids, attention_mask, logits_to_keep), None, None
 
-    with replaced(trainer, "_get_per_token_logps_and_entropies", deferred):
-        yield
+    with replaced(trainer, "_get_per_token_logps_and_entropies", answered):
+        yield left_out
+
+
+def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
+    manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
+    return manager
 
 
 def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:

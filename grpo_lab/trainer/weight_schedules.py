@@ -71,9 +71,7 @@ class WeightSchedules:
         logged = in_force | {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
         book = trainer.metric_book("train" if trainer.model.training else "eval")
         for column, weight in logged.items():
-            book.add(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
-        if logged:
-            book.settle_alike()
+            book.add_alike(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
 
 
 def _refuse_double(trainer: LabTrainer, column: int, name: str) -> None:

@@ -158,6 +158,7 @@ def test_every_private_name_in_the_room_is_listed() -> None:
 def test_only_public_modules_of_trl_are_imported() -> None:
     """``from trl import …`` everywhere; the exceptions are written down here."""
     known = {
+        "trl.models.utils",  # disable_gradient_checkpointing
         "trl.trainer.utils",  # is_async_callable
         "trl.trainer",  # grpo_trainer.VLLMGeneration
         "trl.generation",  # vllm_generation
@@ -344,17 +345,41 @@ def test_aligned_generation_asks_nobody(trainer: Any) -> None:
         assert list(recorded_forwards(trainer)) == ["reference"]
 
 
-def test_deferring_replaces_the_policys_forward_only(trainer: Any) -> None:
-    """Inside ``policy_forward_deferred`` old log-probs are zeros and the reference's are the real ones."""
-    trainer.rollout_func.calls = 0
-    real = trainer._generate_and_score_completions(batch(trainer))
-    trainer.rollout_func.calls = 0
-    with trl_bridge.policy_forward_deferred(trainer):
-        deferred = trainer._generate_and_score_completions(batch(trainer))
-    assert (deferred["old_per_token_logps"] == 0).all()
-    assert (real["old_per_token_logps"] != 0).any()
-    assert torch.equal(deferred["ref_per_token_logps"], real["ref_per_token_logps"])
+def test_forwards_at_generation_are_answered_by_ours(trainer: Any) -> None:
+    """Inside ``forwards_replaced`` old and reference log-probs come from the given forward; ``without_policy`` the old ones
+    are zeros and nobody is asked for them."""
+    asked: list[str] = []
+
+    def forward(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> torch.Tensor:
+        asked.append("policy" if model is trainer.model else "reference")
+        assert attention_mask.shape == input_ids.shape
+        return torch.full((input_ids.size(0), width), float(len(asked)))
+
+    with trl_bridge.forwards_replaced(trainer, forward):
+        output = trainer._generate_and_score_completions(batch(trainer))
+    assert asked == ["policy", "reference"]
+    assert (output["old_per_token_logps"] == 1).all()
+    assert (output["ref_per_token_logps"] == 2).all()
+    asked.clear()
+    with trl_bridge.forwards_replaced(trainer, forward, without_policy=True):
+        output = trainer._generate_and_score_completions(batch(trainer))
+    assert asked == ["reference"]
+    assert (output["old_per_token_logps"] == 0).all()
     assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+
+
+def test_entropies_and_images_stay_trls_forward(trainer: Any) -> None:
+    ids = torch.tensor([[5, 30, 41, 52]])
+    mask = torch.ones_like(ids)
+
+    def never(*_: Any) -> torch.Tensor:
+        raise AssertionError("asked")
+
+    with torch.no_grad(), trl_bridge.forwards_replaced(trainer, never):
+        _, entropies, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2, compute_entropy=True)
+    assert entropies is not None
+    with trl_bridge.forwards_replaced(trainer, never), pytest.raises(AssertionError, match="asked"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2, batch_size=1)
 
 
 # -- sampler correction --------------------------------------------------------------------------------------------------

@@ -90,3 +90,18 @@ def test_every_name_in_the_code_stands_in_the_docs() -> None:
     named = set(re.findall(r'"((?:clip_ratio|groups|completions|update|sampling|kl|rewards|rollout)/[a-z_/]+)"', code))
     assert named - documented == set()
     assert {"entropy", "kl", "cispo_clip_ratio"} <= documented
+
+
+def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> None:
+    """Two ranks: token means are added up over ranks at the reduction (here (1 + 3) / (1 + 1) = 2), also when a table that
+    both ranks hold (a share of 0.25) was recorded in between, which counts once."""
+    book = MetricBook()
+    book.add("entropy", torch.tensor(1.0), 1.0)
+    book.add_alike("groups/dead_share", torch.tensor(1.0), 4.0)
+
+    class TwoRanks:
+        def gather(self, mine: torch.Tensor) -> torch.Tensor:
+            return torch.cat([mine, torch.tensor([[3.0, 1.0]])])
+
+    book.reduce(TwoRanks())
+    assert book.read() == {"entropy": 2.0, "groups/dead_share": 0.25}
