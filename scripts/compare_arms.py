@@ -15,17 +15,15 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import Recipe, read_recipe
 from grpo_lab.pipelines.train import train
 from grpo_lab.rewards import LanguageConsistencyReward
-
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""97.5% quantile of Student's t for n − 1 degrees of freedom, by n."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def spread(values: list[float]) -> str:
         return "–"
     if len(values) < 2:
         return f"{values[0]:.3f}"
-    half = STUDENT.get(len(values), 2.0) * stdev(values) / math.sqrt(len(values))
+    half = half_width_over_seeds(values) or 0.0
     return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{v:.3f}' for v in values)})"
 
 
