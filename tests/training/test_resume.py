@@ -59,7 +59,14 @@ class Judge:
         return [0.0 if n % 5 == 0 else float(sum(ids) % 3 == 0) for n, ids in zip(number, completion_ids, strict=True)]
 
 
-def build(folder: Path, kind: Any = LabTrainer, rows: int = 16, dropout: float = 0.0, **changes: Any) -> Any:
+def noisy(module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """Dropout that no setting tells of: seen only in the first step, which is computed before anyone knows."""
+    return torch.nn.functional.dropout(output, 0.2, module.training)
+
+
+def build(
+    folder: Path, kind: Any = LabTrainer, rows: int = 16, dropout: float = 0.0, noise: bool = False, **changes: Any
+) -> Any:
     start = folder.parent / "start"  # a reference model is loaded from a folder
     if not start.exists():
         made, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2)
@@ -67,6 +74,8 @@ def build(folder: Path, kind: Any = LabTrainer, rows: int = 16, dropout: float =
         made.save_pretrained(start)
         tokenizer.save_pretrained(start)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    if noise:
+        model.get_input_embeddings().register_forward_hook(noisy)
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = dropout
@@ -146,6 +155,7 @@ CASES = [
     Case("log every 4 steps, TRL's means, at a batch's end", {**TWO_STEPS, "logging_steps": 4, "max_steps": 8}, stop=2, inside=False),
     Case("second epoch", {**TWO_STEPS, "objective": "grpo", "max_steps": 8}, stop=7, more={"rows": 8}),
     Case("dropout", {**TWO_ITERATIONS, "objective": "grpo"}, more={"dropout": 0.2}),
+    Case("a forward that was seen to be random", {**TWO_STEPS, "objective": "grpo"}, more={"noise": True}),
     Case("our sampler", {**TWO_STEPS, "objective": "grpo", "sampler": "prioritized"}),
     Case("reward schedule", {**TWO_ITERATIONS, "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 6, "value": 2.0}}}),
 ]  # fmt: skip
