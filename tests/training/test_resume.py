@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer
+from grpo_lab.rollouts.server import ServerGone
 from grpo_lab.testing import tiny_model
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.generation_buffer import MANIFEST, rows_file
 from parity.harness import arguments, problems
 
@@ -360,6 +362,58 @@ def test_what_cannot_be_written_is_named_and_the_run_goes_on(tmp_path: Path, cap
     assert "was written without its generation batch" in caplog.text
     assert prompts_seen(again) == prompts_seen(whole)[1:]
     assert again._step == whole._step == 12
+
+
+# -- a checkpoint that is written inside an optimizer step (the server is gone) ----------------------------------------------
+
+
+class Going:
+    """A scripted rollout whose server is gone at the given call."""
+
+    def __init__(self, tokenizer: Any, gone_at: int | None, calls: int = 0) -> None:
+        self.script = ScriptedRollout(range(20, 90), (3, 5, 8), end_id=tokenizer.eos_token_id)
+        self.script.calls, self.gone_at = calls, gone_at
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        if self.script.calls == self.gone_at:
+            raise ServerGone("the server at 127.0.0.1 is gone")
+        return self.script(prompts, trainer)
+
+
+def going(folder: Path, gone_at: int | None = None, calls: int = 0, **settings: Any) -> Any:
+    trainer = build(folder, objective="dapo", **{"save_strategy": "no", **settings})
+    trainer.rollout_func = Going(trainer.processing_class, gone_at, calls)
+    return trainer
+
+
+def test_a_server_that_goes_inside_an_optimizer_step(tmp_path: Path) -> None:
+    """Micro-batches 0 1 | 2 3, generations at 0 and 3: gone at 3, so the checkpoint is of step 1, with its batch still there."""
+    settings = {"steps_per_generation": 3, "max_steps": 4}
+    whole = going(tmp_path / "whole", **settings)
+    whole.train()
+    ended = going(tmp_path / "ended", gone_at=1, **settings)
+    with pytest.raises(ServerGone, match="A checkpoint of step 1 was written"):
+        ended.train()
+    place = tmp_path / "ended" / "checkpoint-1"
+    assert json.loads((place / MANIFEST).read_text())["step"] == 2
+    again = going(tmp_path / "again", calls=1, **settings)
+    again.train(resume_from_checkpoint=str(place))
+    assert_same(again, whole)
+
+
+def test_a_server_that_goes_when_the_batch_is_gone_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Micro-batches 0–4 | 5–9, two a generation: step 1 ends inside the third batch, and at 8 the fourth is in memory."""
+    settings = {"gradient_accumulation_steps": 5, "steps_per_generation": 2, "max_steps": 2}
+    ended = going(tmp_path / "ended", gone_at=4, **settings)
+    with caplog.at_level("WARNING", logger="grpo_lab"), pytest.raises(ServerGone):
+        ended.train()
+    place = tmp_path / "ended" / "checkpoint-1"
+    assert "later ones were generated since the optimizer step that the checkpoint is of" in caplog.text
+    assert not inside(place)
+    again = going(tmp_path / "again", calls=2, **settings)
+    again.train(resume_from_checkpoint=str(place))
+    assert again._step == 10
+    assert again.rollout_func.script.calls == 2 + 3  # the third batch again, the fourth and the fifth
 
 
 # -- other settings of TRL and HF ------------------------------------------------------------------------------------------
