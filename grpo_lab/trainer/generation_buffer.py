@@ -232,7 +232,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         )
 
     def _take(self, manifest: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: str) -> None:
-        trainer, window = self.trainer, manifest["window"]
+        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
+        window = manifest["window"]
         trainer._step, trainer._buffered_inputs = manifest["step"], rows
         if manifest["left_out"] is not None:
             trainer.say(
@@ -247,7 +248,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             trainer._metrics["train"].update(window["metrics"])
             trainer.metric_book("train").take_up(window["pairs"], trainer.accelerator.device)
         for name, values in (manifest["completions"] or {}).items():
-            columns = values if isinstance(values, dict) else {None: values}
+            columns: dict[str | None, list[Any]] = values if isinstance(values, dict) else {None: values}
             for column, entries in columns.items():
                 shown = trainer._logs[name] if column is None else trainer._logs[name][column]
                 shown.clear()
