@@ -22,6 +22,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate
+from grpo_lab.trainer.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.kl_penalty import penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
@@ -129,6 +130,8 @@ class LabTrainer(GRPOTrainer):
         if self._optimizer_reset is not None:
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
         self._sampling = SamplerSeam(self, sampling)
+        self._generation_buffer = GenerationBuffer(self)
+        self.add_callback(self._generation_buffer)
         self._prove()
 
     @classmethod
@@ -158,12 +161,15 @@ class LabTrainer(GRPOTrainer):
         return super()._get_train_sampler(dataset) if ours is None else ours
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._sampling.save(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+        folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
+        self._sampling.save(folder)
+        self._generation_buffer.save(folder)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self._sampling.load(checkpoint)
+        self._generation_buffer.load(checkpoint)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)

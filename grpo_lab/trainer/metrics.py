@@ -94,6 +94,15 @@ class MetricBook:
         self._total.clear()
         return {name: total / count for name, (total, count) in pairs.items() if count > 0}
 
+    def pending(self) -> dict[str, list[Any]]:
+        """What ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
+        return {name: [*pair.tolist(), pair.device.type == "cpu"] for name, pair in self._total.items()}
+
+    def take_up(self, pending: dict[str, list[Any]], device: torch.device) -> None:
+        """Go on from what ``pending`` gave."""
+        for name, (total, count, on_cpu) in pending.items():
+            self._total[name] = torch.tensor([total, count], device="cpu" if on_cpu else device)
+
     def _settle(self, name: str, pairs: Tensor) -> None:
         if self.mean_of_means:
             seen = pairs[:, 1] > 0

@@ -27,8 +27,9 @@ def empty_optimizer(optimizer: Any) -> None:
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either.
 
-    ``before_generation`` does it again when a new batch is generated: a run resumed from the middle of a batch generates
-    anew (TRL does not checkpoint its buffer), and that is a new iteration.
+    ``before_generation`` does it again when a new batch is generated. A run resumed inside a batch goes on with that batch and
+    with the moments of its updates so far (``generation_buffer``); where the checkpoint holds no batch it is generated anew,
+    and that is a new iteration.
 
     Raises:
         ValueError: DeepSpeed, whose engine keeps the optimizer's state where this does not reach, or an optimizer with

@@ -1,0 +1,114 @@
+"""What ``generation_buffer`` relies on inside TRL 1.16 and the Trainer below it, pinned (see ``test_trl_bridge``)."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+from trl import GRPOTrainer
+
+from contract.test_trl_bridge import batch, build
+
+SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2}
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build(tmp_path_factory.mktemp("stock"), tiny_folder, **SETTINGS, beta=0.04)
+
+
+def test_a_batch_is_generated_every_e_micro_batches_and_one_is_taken_by_step(stock: Any) -> None:
+    """E = steps_per_generation · num_iterations; a buffer that is there is not made anew inside of E."""
+    made = []
+    original = stock._generate_and_score_completions
+    stock._generate_and_score_completions = lambda rows: made.append(stock._step) or original(rows)
+    try:
+        stock._step, stock._buffered_inputs = 0, None
+        for step in range(17):
+            taken = stock._prepare_inputs(batch(stock))
+            assert stock._step == step  # training_step counts, not this method
+            assert taken is stock._buffered_inputs[step % 4]
+            stock._step += 1
+    finally:
+        del stock._generate_and_score_completions
+        stock._step, stock._buffered_inputs = 0, None
+    assert made == [0, 8, 16]
+    assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
+
+
+def test_a_buffer_is_a_list_of_dicts_that_share_one_token_count(stock: Any) -> None:
+    stock._step, stock._buffered_inputs = 0, None
+    stock._prepare_inputs(batch(stock))
+    buffer, stock._buffered_inputs = stock._buffered_inputs, None
+    assert len(buffer) == 4
+    assert len({id(rows["num_items_in_batch"]) for rows in buffer}) == 1
+    assert all(value is None or type(value) is Tensor for rows in buffer for value in rows.values())
+    assert {"old_per_token_logps", "ref_per_token_logps", "advantages"} <= set(buffer[0])
+
+
+def test_an_epoch_holds_whole_generation_batches(stock: Any) -> None:
+    """The dataloader gives each generation batch E times and an epoch ends with one: ``_step`` mod E is HF's batches mod E."""
+    batches = [tuple(row["number"] for row in rows) for rows in stock.get_train_dataloader()]
+    assert len(batches) % 8 == 0
+    starts = range(0, len(batches), 8)
+    assert all(len(set(batches[start : start + 8])) == 1 for start in starts)
+    assert len({batches[start] for start in starts}) == len(batches) // 8
+
+
+class Seen(TrainerCallback):
+    """Whether the trainer holds its running loss when a training begins, and what it is when a checkpoint is written."""
+
+    trainer: Any = None
+
+    def __init__(self) -> None:
+        self.at: dict[str, Any] = {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.at["begin"] = (self.trainer._tr_loss.item(), self.trainer._globalstep_last_logged)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.at[f"save {state.global_step}"] = (self.trainer._tr_loss.item(), self.trainer._globalstep_last_logged)
+
+
+def test_the_running_loss_is_there_when_training_begins_and_logged_before_a_save(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    seen = Seen()
+    trainer = build(
+        tmp_path, tiny_folder, **SETTINGS, max_steps=3, logging_steps=2, save_strategy="steps", save_steps=1
+    )
+    seen.trainer = trainer
+    trainer.add_callback(seen)
+    trainer.train()
+    assert seen.at["begin"] == (0.0, 0)
+    assert seen.at["save 1"][1] == 0
+    assert seen.at["save 2"] == (0.0, 2)
+    assert next(iter(trainer.state.log_history[0])) == "loss"
+
+
+def test_a_resume_loads_before_training_begins_and_random_numbers_after_the_first_batches() -> None:
+    prepare = inspect.getsource(Trainer._prepare_for_training)
+    assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in prepare
+    loop = inspect.getsource(Trainer._inner_training_loop)
+    order = [
+        "_init_training_state(",
+        "_prepare_for_training(",
+        "self._tr_loss =",
+        "on_train_begin(",
+        "self._run_epoch(",
+    ]
+    assert [loop.index(words) for words in order] == sorted(loop.index(words) for words in order)
+    epoch = inspect.getsource(Trainer._run_epoch)
+    assert epoch.index("self.get_batch_samples(") < epoch.rindex("self._load_rng_state(")
+
+
+def test_trl_itself_does_not_save_the_batch() -> None:
+    """When it does, ``generation_buffer`` can go."""
+    for method in ("_save_checkpoint", "_load_optimizer_and_scheduler"):
+        source = inspect.getsource(getattr(GRPOTrainer, method))
+        assert "_buffered_inputs" not in source
+        assert "_step" not in source.replace("global_step", "")

@@ -1,0 +1,117 @@
+"""One training, one resumed inside a generation batch, and one whose second rank lost its file, on two ranks.
+
+    accelerate launch --config_file … tests/distributed/resume_worker.py MODEL OUT
+
+Leaves ``<rank>.json``: whether weights and history of the resumed run are those of the whole one, what each rank generated, and
+the error of the third. Completions are sampled by the model, with each rank's own random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer.generation_buffer import rows_file
+from parity.harness import arguments, problems
+
+STOP = 3
+UNTIMED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "reward",
+    "entropy",
+    "num_tokens",
+    "clip_ratio/low_mean",
+    "update/live_share",
+)
+
+
+class Judge:
+    """The completions' own values; remembers them."""
+
+    __name__ = "judge"
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.seen.append([list(ids) for ids in completion_ids])
+        return [(sum(ids) % 5) / 4 for ids in completion_ids]
+
+
+def build(model: str, out: Path) -> LabTrainer:
+    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too.
+
+    Plain SGD: transformers 5.17 loads an optimizer's tensors to "cpu:0" on CPU ranks, which torch 2.13 refuses.
+    """
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
+        "logging_steps": 2, "learning_rate": 0.1, "max_completion_length": 8,
+        "save_strategy": "steps", "save_steps": STOP, "use_cpu": True,
+    }  # fmt: skip
+    return LabTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=Judge(),
+        args=LabConfig(**arguments(out, **settings), objective="dapo"),
+        train_dataset=problems(16),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+def weights(trainer: LabTrainer) -> torch.Tensor:
+    return torch.cat(
+        [value.detach().flatten() for value in trainer.accelerator.unwrap_model(trainer.model).parameters()]
+    )
+
+
+def history(trainer: LabTrainer) -> list[dict[str, Any]]:
+    return [{name: row.get(name) for name in UNTIMED} for row in trainer.state.log_history if "loss" in row]
+
+
+def main(model: str, out: str) -> None:
+    torch.set_num_threads(1)
+    folder = Path(out)
+    place = folder / "whole" / f"checkpoint-{STOP}"
+    whole = build(model, folder / "whole")
+    whole.train()
+    again = build(model, folder / "again")
+    again.train(resume_from_checkpoint=str(place))
+    rank = whole.accelerator.process_index
+    report = {
+        "weights equal": torch.equal(weights(again), weights(whole)),
+        "largest weight": weights(again).abs().max().item(),
+        "whole history": history(whole),
+        "resumed history": history(again),
+        "whole": whole.reward_funcs[0].seen,
+        "resumed": again.reward_funcs[0].seen,
+    }
+    again.accelerator.wait_for_everyone()
+    if rank == 1:
+        (place / rows_file(1)).rename(folder / rows_file(1))
+    again.accelerator.wait_for_everyone()
+    try:
+        build(model, folder / "broken").train(resume_from_checkpoint=str(place))
+    except ValueError as error:
+        report["error"] = str(error)
+    again.accelerator.wait_for_everyone()
+    if rank == 1:
+        (folder / rows_file(1)).rename(place / rows_file(1))
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    again.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the interpreter's teardown
