@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
 from grpo_lab.trainer.metrics import LeftOut
+from grpo_lab.trainer.micro_batch import token_batch, token_denominator
 from grpo_lab.trainer.model_conditions import (
     RandomnessWatch,
     dropout_rate,
@@ -25,7 +26,7 @@ from grpo_lab.trainer.model_conditions import (
     router_noise,
 )
 from grpo_lab.trainer.row_table import Bin, RowTable
-from grpo_lab.trainer.token_metrics import record_skipped
+from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import (
     LiveConditions,
@@ -174,7 +175,7 @@ class ExactUpdate:
         """TRL's token denominator where one generation batch made the whole step (one tensor, summed before dividing)."""
         first = window[0]["num_items_in_batch"]
         if all(batch["num_items_in_batch"] is first for batch in window):
-            return self.trainer.token_denominator(window[0], mode="train")
+            return token_denominator(self.trainer, window[0], mode="train")
         return float("nan")
 
     def _plan(self, table: RowTable, budget: int) -> Plan:
@@ -196,14 +197,14 @@ class ExactUpdate:
         counted = denominators
         if isinstance(counted.tokens, float):  # rows of several generation batches: each has its own count
             counted = replace(counted, tokens=rows.fields["num_items"].unsqueeze(1))
-        self.trainer.record_tokens(batch, *self._slots(rows, denominators))
+        record_tokens(self.trainer, self.trainer.metric_book("train"), batch, *self._slots(rows, denominators))
         return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
         scored, entropies = completion_log_probs(self.trainer, model, rows.input_ids, rows.labels, rows.position_ids)
         assert entropies is not None  # the policy's head makes them
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
-        return self.trainer.token_batch(logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
+        return token_batch(self.trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
 
     def _slots(self, rows: Bin, denominators: Denominators) -> tuple[Tensor | None, int]:
         """Rows' micro-batches, where metrics are means of micro-batch means (TRL's definition)."""
@@ -273,5 +274,5 @@ def _stock_footprint(window: list[dict[str, Any]], accelerator: Any) -> int:
 def _marked(trainer: LabTrainer, batch: dict[str, Any], slot: int) -> dict[str, Any]:
     """The micro-batch with two per-row fields: TRL's token denominator, and which micro-batch of the step it was."""
     rows = batch["prompt_ids"].size(0)
-    count = trainer.token_denominator(batch, mode="train").float().expand(rows).contiguous()
+    count = token_denominator(trainer, batch, mode="train").float().expand(rows).contiguous()
     return {**batch, "num_items": count, "micro_batch": torch.full((rows,), slot, device=count.device)}

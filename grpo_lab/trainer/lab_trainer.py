@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from grpo_lab.batch import Denominators, RewardTable, TokenBatch
-from grpo_lab.objectives import log_ratio, sampler_correction
+from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
@@ -27,6 +26,7 @@ from grpo_lab.trainer.kl_penalty import penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics
+from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.resample import Resampler, check_resample
@@ -45,7 +45,6 @@ from grpo_lab.trainer.sampler_seam import SamplerSeam, row_numbers, sampler_sett
 from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.thinking_seam import thinking_rollout
-from grpo_lab.trainer.token_metrics import record_tokens
 from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
 logger = logging.getLogger("grpo_lab")
@@ -238,7 +237,7 @@ class LabTrainer(GRPOTrainer):
             output.pop("importance_sampling_ratio", None)
             trl_bridge.forget_metrics(self, mode, "sampling/")
         elif forwards.corrected:
-            record_by_length(self, output, _loss_mask(output), mode)
+            record_by_length(self, output, loss_mask(output), mode)
         self._set_advantages(output, scored.table)
         forwards.catch_up(self, output)
         self._record_rewards(scored, mode)
@@ -253,7 +252,7 @@ class LabTrainer(GRPOTrainer):
         ):
             return  # TRL's own stay
         if kl is not None:
-            table = penalised(self, output, table, kl, _loss_mask(output))
+            table = penalised(self, output, table, kl, loss_mask(output))
         advantages = self.compute_advantages(table)
         if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
             raise ValueError(
@@ -298,89 +297,15 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        if self.algorithm.objective is None or not self._same_trl_path(inputs):
+        if not has_our_inputs(self, inputs):
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
-        mode = self._mode()
-        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        multimodal = {name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
-        logps, entropies, router_loss = self._get_per_token_logps_and_entropies(
-            model,
-            input_ids,
-            attention,
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **multimodal,
-        )
-        batch = self.token_batch(logps, entropies, _loss_mask(inputs), inputs)
-        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
-        denominators = Denominators(
-            rows=batch.mask.size(0) * accumulation,
-            tokens=self.token_denominator(inputs, mode),
-            budget=float(self.max_completion_length),
-            micro_batches=accumulation,
-        )
-        loss = self.algorithm.objective.aggregate(self.token_loss(batch), batch.mask, denominators)
-        self.record_tokens(batch)
-        book = self._books[mode]
-        if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
-            loss = loss + self.router_aux_loss_coef * router_loss / accumulation
-            book.add("aux_loss", router_loss, 1.0)
-        if mode == "eval" or self.accelerator.sync_gradients or book.mean_of_means:  # then each micro-batch is a mean
-            book.reduce(self.accelerator)
-        return loss
-
-    def _same_trl_path(self, inputs: dict[str, Any]) -> bool:
-        """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
-        objective = self.algorithm.objective
-        return objective is not None and (objective.kl_in_loss is None or "ref_per_token_logps" in inputs)
-
-    def token_batch(self, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]) -> TokenBatch:
-        """One micro-batch or bin as the carrier that surrogates see; on-policy old log-probs are the forward's own."""
-        objective = self.algorithm.objective
-        assert objective is not None
-        old = fields.get("old_per_token_logps")
-        old = logps.detach() if old is None else old
-        advantages = fields["advantages"]
-        weights = fields.get("importance_sampling_ratio")
-        if weights is None and self.use_vllm and self.vllm_importance_sampling_correction:
-            weights = sampler_correction(
-                old,
-                fields["sampling_per_token_logps"],
-                mask,
-                self.vllm_importance_sampling_mode,
-                self.vllm_importance_sampling_clip_min,
-                self.vllm_importance_sampling_clip_max,
-            )
-        return TokenBatch(
-            logps=logps,
-            old_logps=old,
-            log_ratio=log_ratio(objective.ratio, logps, old, mask),
-            advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
-            mask=mask,
-            ref_logps=fields.get("ref_per_token_logps"),
-            entropies=entropies,
-            sampler_weights=weights,
-            extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
-        )
-
-    def token_denominator(self, inputs: dict[str, Any], mode: str) -> Tensor:
-        """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
-        count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if mode == "train":
-            count = count * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return count
+        return micro_batch_loss(self, model, inputs)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def metric_book(self, mode: str) -> MetricBook:
         return self._books[mode]
-
-    def record_tokens(self, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1) -> None:
-        """Entropy, KL and the surrogate's diagnostics of a micro-batch or bin into the book."""
-        record_tokens(self, self.metric_book(self._mode()), batch, slots, num_slots)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode()
@@ -414,8 +339,3 @@ class LabTrainer(GRPOTrainer):
             idle = idle_pull(self)
             if idle is not None:
                 self.say(idle, level=logging.WARNING)
-
-
-def _loss_mask(inputs: dict[str, Any]) -> Tensor:
-    mask: Tensor = inputs["completion_mask"].bool()
-    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
