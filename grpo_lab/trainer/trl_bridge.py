@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from accelerate.utils import is_compiled_module
 from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -139,25 +140,32 @@ def completion_log_probs(
     have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
     look, so there is no attention mask and the kernels take their causal path.
 
-    Without Triton TRL's head projects every position onto the vocabulary, prompts and padding too, and throws most of it
-    away. Here only scored positions leave the backbone, as one row of ``shift_labels``.
+    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with Triton it
+    picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
+    ``torch.compile``, which does not notice that a hook has changed.
     """
+    if input_ids.device.type != "cpu" or _is_compiled(trainer, model):
+        with trainer.accelerator.autocast():
+            output = model(input_ids=input_ids, position_ids=position_ids, labels=labels, fused_lm_head=True)
+        return output.log_probs, output.entropy
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     scored = following != -100
     places = scored.flatten().nonzero().squeeze(1)
+    chosen = following.flatten()[places].unsqueeze(0)
     with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
-        output = model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            shift_labels=following.flatten()[places].unsqueeze(0),
-            fused_lm_head=True,
-        )
+        output = model(input_ids=input_ids, position_ids=position_ids, shift_labels=chosen, fused_lm_head=True)
 
     def spread(values: Tensor) -> Tensor:
         flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
         return flat.view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+def _is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
+    inner = trainer.accelerator.unwrap_model(model)
+    modules = (inner, backbone(trainer, model))
+    return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
 
 
 def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:

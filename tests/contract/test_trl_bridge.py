@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
+from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
 from grpo_lab.objectives import sampler_correction
@@ -272,6 +273,59 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
     )
     assert (logps[~scored] == 0).all()
     assert torch.allclose(entropy[scored].double(), -(expected.exp() * expected).sum(-1)[:, :-1][scored], atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
+    trainer: Any, tiny_folder: Path, tmp_path: Path, how: str
+) -> None:
+    """Dynamo does not guard hooks: a graph made with one choice of positions must not be used for another."""
+    torch._dynamo.reset()
+    plain = trainer.accelerator.unwrap_model(trainer.model)
+    if how == "wrapped":
+        compiled: Any = torch.compile(plain, backend="eager")
+    else:
+        compiled = build(tmp_path, tiny_folder).model
+        compiled.compile(backend="eager")
+    ids = torch.tensor([[5, 30, 41, 52, 63], [7, 31, 44, 70, 71]])
+    positions = torch.arange(5).expand(2, 5)
+    for first in (1, 3, 2):
+        labels = ids.clone()
+        labels[:, :first] = -100
+        with torch.no_grad():
+            expected, _ = trl_bridge.completion_log_probs(trainer, plain, ids, labels, positions)
+            found, _ = trl_bridge.completion_log_probs(trainer, compiled, ids, labels, positions)
+        assert torch.allclose(found, expected, atol=1e-5), first
+    assert not trl_bridge.backbone(trainer, plain)._forward_hooks
+
+
+def test_the_head_sees_only_what_is_scored(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where TRL would score every position."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    seen = []
+    head = trl_utils._ChunkedLogProbFunction
+
+    class Counting:
+        @staticmethod
+        def apply(hidden: torch.Tensor, *args: Any) -> Any:
+            seen.append(hidden.size(0))
+            return head.apply(hidden, *args)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Counting)
+    ids = torch.tensor([[5, 30, 41, 52, 63], [7, 31, 44, 70, 71]])
+    labels = ids.clone()
+    labels[0, :2] = -100
+    labels[1, :] = -100
+    trl_bridge.completion_log_probs(trainer, model, ids, labels, torch.arange(5).expand(2, 5))
+    assert seen == [3]
+    nothing, _ = trl_bridge.completion_log_probs(
+        trainer, model, ids, torch.full_like(ids, -100), torch.arange(5).expand(2, 5)
+    )
+    assert seen == [3, 0]
+    assert (nothing == 0).all()
+    nothing.sum().backward()  # connected: a rank without a live row takes part in every collective
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad()
 
 
 def test_fused_lm_head_divides_by_the_temperature(tiny_folder: Path, tmp_path: Path) -> None:
