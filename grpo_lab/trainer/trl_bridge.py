@@ -142,7 +142,7 @@ def completion_log_probs(
 
     On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with Triton it
     picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
-    ``torch.compile``, which does not notice that a hook has changed.
+    ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
     """
     if input_ids.device.type != "cpu" or _is_compiled(trainer, model):
         with trainer.accelerator.autocast():

@@ -279,7 +279,7 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
 def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
     trainer: Any, tiny_folder: Path, tmp_path: Path, how: str
 ) -> None:
-    """Dynamo does not guard hooks: a graph made with one choice of positions must not be used for another."""
+    """A graph made with one choice of positions must not be used for another (guards on hooks are a setting of Dynamo)."""
     torch._dynamo.reset()
     plain = trainer.accelerator.unwrap_model(trainer.model)
     if how == "wrapped":
