@@ -95,6 +95,12 @@ def new_adapter(models: Models, **changes: Any) -> dict[str, Any]:
     return {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **changes)}
 
 
+def virtual_tokens(models: Models, kind: str) -> dict[str, Any]:
+    import peft
+
+    return {"peft_config": getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+
+
 def existing_adapter(models: Models) -> dict[str, Any]:
     from peft import PeftModel
 
@@ -369,6 +375,7 @@ TRAINING = [
     Case("qwen3", {"beta": 0.1}, model="qwen3"),
     Case("llama", {**TWICE}, model="llama"),
     Case("gpt2-learned-positions", {}, model="gpt2"),
+    Case("opt-positions-from-the-mask", {**TWICE}, model="opt"),
     Case("images", {"beta": 0.1}, with_images, model="llava"),
     Case("images-reused", {**TWICE}, with_images, model="llava"),
     Case("moe", {}, model="moe"),
@@ -415,6 +422,8 @@ REWARDS = [
 ADAPTERS_AND_TOOLS = [
     Case("peft-new", {}, new_adapter, plain=True),
     Case("peft-new-beta", {"beta": 0.1, **TWICE}, new_adapter),
+    Case("peft-prompt-tuning", {}, functools.partial(virtual_tokens, kind="PromptTuningConfig")),
+    Case("peft-prefix-tuning", {}, functools.partial(virtual_tokens, kind="PrefixTuningConfig")),
     Case("peft-dropout", {}, functools.partial(new_adapter, lora_dropout=0.1)),
     Case("peft-existing", {}, existing_adapter),
     Case("peft-existing-beta", {"beta": 0.1, **TWICE}, existing_adapter),
