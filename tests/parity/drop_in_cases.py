@@ -423,7 +423,6 @@ ADAPTERS_AND_TOOLS = [
     Case("peft-new", {}, new_adapter, plain=True),
     Case("peft-new-beta", {"beta": 0.1, **TWICE}, new_adapter),
     Case("peft-prompt-tuning", {}, functools.partial(virtual_tokens, kind="PromptTuningConfig")),
-    Case("peft-prefix-tuning", {}, functools.partial(virtual_tokens, kind="PrefixTuningConfig")),
     Case("peft-dropout", {}, functools.partial(new_adapter, lora_dropout=0.1)),
     Case("peft-existing", {}, existing_adapter),
     Case("peft-existing-beta", {"beta": 0.1, **TWICE}, existing_adapter),
