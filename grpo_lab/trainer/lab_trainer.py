@@ -226,6 +226,10 @@ class LabTrainer(GRPOTrainer):
         forwards = GenerationForwards.of(self)
         with forwards.instead_of_trls(self) as put_off:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if (
+            self.rollout_func is not None
+        ):  # it may give a mask now and then, or on one rank only; batches meet in one table
+            output.setdefault("tool_mask", output["completion_mask"])
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()

@@ -136,12 +136,22 @@ class RolloutWithFeedback(ScriptedRollout):
         return {**output, "env_mask": masks, "score": [len(row) / 10 for row in rows]}
 
 
+class SometimesFeedback(RolloutWithFeedback):
+    """As an environment that speaks in every other generation batch only, and else gives no mask at all."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        if self.calls % 2:
+            del output["env_mask"]
+        return output
+
+
 def score_reward(completions: list[Any], score: list[float], **_: Any) -> list[float]:
     return [value + (len(text) % 13) / 17 for value, text in zip(score, completions, strict=True)]
 
 
-def feedback(models: Models) -> dict[str, Any]:
-    rollout = RolloutWithFeedback(range(20, 90), (3, 5, 8, 10), end_id=1, truncated_share=0.2)
+def feedback(models: Models, kind: type[RolloutWithFeedback] = RolloutWithFeedback) -> dict[str, Any]:
+    rollout = kind(range(20, 90), (3, 5, 8, 10), end_id=1, truncated_share=0.2)
     return {"rollout_func": rollout, "reward_funcs": score_reward}
 
 
@@ -304,6 +314,11 @@ MASKS = [
         dead_rows=True,
     ),
     Case("env_mask", {"max_completion_length": 12, **TWICE}, feedback),
+    Case(
+        "env_mask-in-some-batches",
+        {"max_completion_length": 12, "steps_per_generation": 1},
+        functools.partial(feedback, kind=SometimesFeedback),
+    ),
     Case("pad_to_multiple_of", {"pad_to_multiple_of": 8}),
 ]
 BATCHES = [
