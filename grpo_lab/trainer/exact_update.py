@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
-from grpo_lab.trainer.metrics import LeftOut
+from grpo_lab.trainer.metrics import LeftOut, unrecorded
 from grpo_lab.trainer.micro_batch import token_batch, token_denominator
 from grpo_lab.trainer.model_conditions import (
     RandomnessWatch,
@@ -27,7 +27,13 @@ from grpo_lab.trainer.model_conditions import (
 )
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
-from grpo_lab.trainer.trl_bridge import completion_log_probs, is_multimodal, without_gradient_sync
+from grpo_lab.trainer.trl_bridge import (
+    backward,
+    completion_log_probs,
+    is_multimodal,
+    may_bring_images,
+    without_gradient_sync,
+)
 from grpo_lab.update import (
     LiveConditions,
     Plan,
@@ -51,7 +57,7 @@ class Verdict:
     all_rows: str | None
 
 
-def verdict(trainer: LabTrainer, multimodal: bool = False) -> Verdict:
+def verdict(trainer: LabTrainer) -> Verdict:
     """Check FIELD §4's conditions on what the run really uses."""
     if trainer.lab_settings.update.is_off:
         return Verdict("update is 'off'", "update is 'off'")
@@ -62,7 +68,7 @@ def verdict(trainer: LabTrainer, multimodal: bool = False) -> Verdict:
     if not is_sum_over_rows(objective) and not _is_local(objective):
         reason = "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches"
         return Verdict(reason, reason)
-    conditions = _conditions(trainer, multimodal)
+    conditions = _conditions(trainer)
     stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
     if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
         all_rows = "update.dead_groups is 'keep'"
@@ -73,14 +79,15 @@ def _is_local(objective: Any) -> bool:
     return getattr(objective.aggregate, "__name__", "") == "local_token_mean"
 
 
-def _conditions(trainer: LabTrainer, multimodal: bool) -> LiveConditions:
+def _conditions(trainer: LabTrainer) -> LiveConditions:
     objective, args, model = trainer.algorithm.objective, trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     assert objective is not None
+    with unrecorded(trainer):
+        vanishes = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
     return LiveConditions(
         kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
         value_loss=0.0,
-        surrogate_vanishes=objective.kl_in_loss is not None
-        or vanishes_without_advantage(trainer.token_loss, objective),
+        surrogate_vanishes=vanishes,
         entropy_bonus=args.entropy_coef,
         adaptive_entropy=args.use_adaptive_entropy,
         entropy_quantile=args.top_entropy_quantile,
@@ -94,7 +101,7 @@ def _conditions(trainer: LabTrainer, multimodal: bool) -> LiveConditions:
         shift_invariant_positions=keeps_positions(model),
         local_denominator=_is_local(objective),
         off_policy_mask_per_row=True,
-        multimodal=multimodal,
+        multimodal=may_bring_images(trainer),
     )
 
 
@@ -111,16 +118,18 @@ class ExactUpdate:
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
-        if self._verdict is None:
+        own_loss_now = self.trainer.has_own_token_loss and not self._window  # a team's loss may change with the step
+        if self._verdict is None or own_loss_now:
             self._verdict = verdict(self.trainer)
             self._say(self._verdict)
-        if self._verdict.stock is not None or is_multimodal(inputs):
-            if self._verdict.stock is None:
-                self._say(verdict(self.trainer, multimodal=True))
+        if self._verdict.stock is not None:
             return self.trainer._compute_loss(model, inputs)
+        if is_multimodal(inputs):
+            raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
         self._window.append(inputs)
         if not self.trainer.accelerator.sync_gradients:
-            return torch.zeros((), device=self.trainer.accelerator.device, requires_grad=True)
+            nothing = torch.zeros((), device=self.trainer.accelerator.device, requires_grad=True)
+            return nothing.clone()  # DeepSpeed wants a loss with a grad_fn
         window, self._window = self._window, []
         return self._run(model, window)
 
@@ -152,7 +161,7 @@ class ExactUpdate:
         for rows in bins[:-1]:
             with without_gradient_sync(trainer, model):
                 _, loss = self._bin_loss(model, table.bin(rows), denominators)
-                trainer.accelerator.backward(loss)
+                backward(trainer, loss)
             done = done + loss.detach()
             del loss
         last_batch, last = self._bin_loss(model, table.bin(bins[-1]), denominators)

@@ -20,7 +20,10 @@ def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, k
     old = output.get("old_per_token_logps")
     if old is None:
         old = _log_probs_at_generation(trainer, output)
-        output["old_per_token_logps"] = old
+        if GenerationForwards.of(
+            trainer
+        ).misaligned:  # else the training forward's own are the loss's, whatever dropout drew
+            output["old_per_token_logps"] = old
     penalty = trainer.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
     book = trainer.metric_book(trainer._mode())
     book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())

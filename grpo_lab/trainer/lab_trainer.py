@@ -25,7 +25,7 @@ from grpo_lab.trainer.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.kl_penalty import penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
-from grpo_lab.trainer.metrics import MetricBook, reward_metrics
+from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
@@ -226,6 +226,10 @@ class LabTrainer(GRPOTrainer):
         forwards = GenerationForwards.of(self)
         with forwards.instead_of_trls(self) as put_off:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if (
+            self.rollout_func is not None
+        ):  # it may give a mask now and then, or on one rank only; batches meet in one table
+            output.setdefault("tool_mask", output["completion_mask"])
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()
@@ -326,6 +330,11 @@ class LabTrainer(GRPOTrainer):
         return type(self)._compute_loss is LabTrainer._compute_loss
 
     @property
+    def has_own_token_loss(self) -> bool:
+        """Whether a subclass replaces the hook ``token_loss``."""
+        return type(self).token_loss is not LabTrainer.token_loss
+
+    @property
     def exact_update(self) -> ExactUpdate:
         """What collects micro-batches and runs them in bins."""
         return self._update
@@ -334,8 +343,8 @@ class LabTrainer(GRPOTrainer):
         if self.algorithm.objective is None:
             self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING)
         else:
-            own_hook = type(self).token_loss is not LabTrainer.token_loss
-            self.say(prove_loss(self.token_loss, self.algorithm.objective, own_hook))
+            with unrecorded(self):
+                self.say(prove_loss(self.token_loss, self.algorithm.objective, self.has_own_token_loss))
             idle = idle_pull(self)
             if idle is not None:
                 self.say(idle, level=logging.WARNING)

@@ -49,7 +49,7 @@ class GenerationForwards:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = verdict(trainer)
         in_bins = found.stock is None
-        put_off = in_bins and wanted and (not misaligned or found.all_rows is None)
+        put_off = in_bins and wanted and (not misaligned or found.all_rows is None) and _stays_ours(trainer)
         return GenerationForwards(misaligned, corrected, in_bins, put_off)
 
     def instead_of_trls(self, trainer: LabTrainer) -> contextlib.AbstractContextManager[list[str]]:
@@ -74,6 +74,16 @@ class GenerationForwards:
         if self.misaligned and "old_per_token_logps" not in output:
             live = live_rows(output["advantages"], output["completion_mask"])
             output["old_per_token_logps"] = log_probs_in_bins(trainer, trainer.model, output, live)
+
+
+def _stays_ours(trainer: LabTrainer) -> bool:
+    """Whether nobody's subclass stands between a generation batch and its loss.
+
+    One that does may give rows an advantage whose log-probs were left out for having none, or read what is put off.
+    """
+    between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs", "compute_loss")
+    homes = {next(c.__module__ for c in type(trainer).__mro__ if name in vars(c)).split(".")[0] for name in between}
+    return homes <= {"grpo_lab", "trl", "transformers"}
 
 
 @torch.no_grad()

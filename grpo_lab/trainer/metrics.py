@@ -11,6 +11,9 @@ token counts as 0. ``docs/metrics.md`` lists every metric.
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +119,18 @@ class MetricBook:
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:
     total = total.detach().float().reshape(-1)
     return torch.stack([total, torch.as_tensor(count, device=total.device).float().reshape(-1)], dim=1)
+
+
+@contextlib.contextmanager
+def unrecorded(trainer: Any) -> Iterator[None]:
+    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is asked about."""
+    trls, ours = trainer._metrics, trainer._books
+    trainer._metrics = {mode: defaultdict(list) for mode in trls}
+    trainer._books = {mode: MetricBook(book.mean_of_means) for mode, book in ours.items()}
+    try:
+        yield
+    finally:
+        trainer._metrics, trainer._books = trls, ours
 
 
 def add_token_metric(

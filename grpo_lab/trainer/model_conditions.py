@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -56,7 +57,21 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> bool:
 
 
 def keeps_positions(model: nn.Module) -> bool:
-    """Bins hand in the positions that stock would have used; only scaling by the *longest* position still differs."""
+    """Whether bins can hand in the positions that stock has: the row's place in TRL's padding.
+
+    Not where rotary angles are scaled by the *longest* position, where learned positions are counted from the attention mask
+    (OPT, BioGPT: padding does not move a row), nor behind virtual tokens (prompt and prefix tuning, where PEFT drops position ids
+    and lengthens the row).
+    """
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and any(
+        getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()
+    ):
+        return False
+    if any(
+        isinstance(m, nn.Embedding) and "attention_mask" in signature(m.forward).parameters for m in model.modules()
+    ):
+        return False
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

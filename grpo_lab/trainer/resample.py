@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
-from grpo_lab.trainer.row_table import RowTable
+from grpo_lab.trainer.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.trl_bridge import is_multimodal
 from grpo_lab.update import live_rows
 
@@ -34,7 +34,7 @@ def check_resample(train_dataset: Any) -> None:
 
 
 class Resampler:
-    """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, round) alone, so a resumed
+    """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round) alone, so a resumed
     run draws the same ones and no state is kept."""
 
     def __init__(self, trainer: LabTrainer, max_rounds: int | None) -> None:
@@ -78,7 +78,9 @@ class Resampler:
         data: Any = trainer.train_dataset
         group_size = trainer.num_generations
         groups = local * trainer.accelerator.num_processes // group_size
-        rng = random.Random(f"resample/{trainer.args.seed}/{trainer.state.global_step}/{round_}")
+        step, micro_batch = trainer.state.global_step, trainer._step % trainer.args.gradient_accumulation_steps
+        within = f"/{micro_batch}" if micro_batch else ""  # an optimizer step may hold several generation batches
+        rng = random.Random(f"resample/{trainer.args.seed}/{step}{within}/{round_}")
         indices = rng.sample(range(len(data)), min(groups, len(data)))
         indices += rng.choices(range(len(data)), k=groups - len(indices))
         first = trainer.accelerator.process_index * local
@@ -87,7 +89,7 @@ class Resampler:
     def _assembled(
         self, output: dict[str, Any], tables: list[RowTable], chosen: list[tuple[int, int]], local: int
     ) -> dict[str, Any]:
-        merged = RowTable.of([{**table.fields} for table in tables])
+        merged = RowTable.of([{**table.fields, POSITION_OFFSET: table.offset} for table in tables])
         size, starts = self.trainer.num_generations, [0]
         for table in tables:
             starts.append(starts[-1] + table.offset.numel())

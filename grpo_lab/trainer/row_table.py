@@ -16,6 +16,11 @@ from torch.nn.functional import pad
 
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
+#: per-row field of a batch that was put together from several: the row's ``offset`` in the batch that it was generated in
+POSITION_OFFSET = "position_offset"
+#: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
+_FILL = {"importance_sampling_ratio": 1}
+
 
 @dataclass(frozen=True)
 class Bin:
@@ -50,11 +55,12 @@ class RowTable:
         """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
         rows = [_row_fields(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows))
-        offset = torch.cat([row["prompt_ids"].size(1) - row["prompt_mask"].sum(1) for row in rows])
+        offset = torch.cat(
+            [row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row["prompt_mask"].sum(1)) for row in rows]
+        )
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
         fields = {
-            name: torch.cat([_widen(row[name], widths.get(name), left=name.startswith("prompt_")) for row in rows])
-            for name in sorted(names)
+            name: torch.cat([_widen(name, row[name], widths.get(name)) for row in rows]) for name in sorted(names)
         }
         return RowTable(fields, offset)
 
@@ -65,7 +71,9 @@ class RowTable:
         fields = {}
         for name, value in self.fields.items():
             if value.dim() > 1:
-                value = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt_"))
+                value = accelerator.pad_across_processes(
+                    value, dim=1, pad_index=_FILL.get(name, 0), pad_first=name.startswith("prompt_")
+                )
             fields[name] = accelerator.gather(value.contiguous())
         return RowTable(fields, accelerator.gather(self.offset))
 
@@ -139,12 +147,12 @@ def _row_fields(batch: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _widen(value: Tensor, width: int | None, left: bool) -> Tensor:
+def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
     if width is None or value.size(1) == width:
         return value
     missing = width - value.size(1)
-    edges = (missing, 0) if left else (0, missing)
-    return pad(value, (0, 0) * (value.dim() - 2) + edges)
+    edges = (missing, 0) if name.startswith("prompt_") else (0, missing)
+    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=_FILL.get(name, 0))
 
 
-__all__ = ["Bin", "RowTable"]
+__all__ = ["POSITION_OFFSET", "Bin", "RowTable"]

@@ -87,6 +87,9 @@ ATTRIBUTES: tuple[str, ...] = (
     "router_aux_loss_coef",
     "eos_token_ids",
     "_tokenizer",
+    "_is_vlm",
+    "tools",
+    "environment_factories",
     "ref_model",
     "beta",
     "use_vllm",
@@ -124,6 +127,22 @@ MULTIMODAL_FIELDS: tuple[str, ...] = (
 def is_multimodal(inputs: dict[str, Any]) -> bool:
     """Whether a micro-batch carries anything besides text."""
     return any(inputs.get(name) is not None for name in MULTIMODAL_FIELDS)
+
+
+def may_bring_images(trainer: Any) -> bool:
+    """Whether any batch of the run may carry images, the same on every rank and in every micro-batch.
+
+    In a mixed data set one rank's (or one generation's) batch has images where another's is text only: whoever looks at
+    a batch alone lets ranks part. Only prompts that are text by their type, without tools, are sure to bring none.
+    """
+    if not trainer._is_vlm:
+        return False
+    columns = getattr(trainer.train_dataset, "features", None) or {}
+    prompt = columns.get("prompt")
+    message = getattr(prompt, "feature", prompt)  # a conversation is a list of messages
+    content = message.get("content") if isinstance(message, dict) else message
+    is_text = getattr(content, "dtype", None) == "string"
+    return bool(not is_text or {"image", "images"} & set(columns) or trainer.tools or trainer.environment_factories)
 
 
 def completion_log_probs(
@@ -271,6 +290,13 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
     if trainer.accelerator.distributed_type != "DEEPSPEED":
         stack.enter_context(trainer.accelerator.no_sync(model=model))
     return stack
+
+
+def backward(trainer: Any, loss: Tensor) -> None:
+    """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and DeepSpeed
+    would divide it by ``gradient_accumulation_steps`` once more."""
+    deepspeed = trainer.accelerator.distributed_type == "DEEPSPEED"
+    trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
@@ -48,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     folders = {
         name: root / name
-        for name in ("text", "qwen3", "llama", "gpt2", "dropout", "moe", "tools", "reward", "adapter", "llava")
+        for name in ("text", "qwen3", "llama", "gpt2", "opt", "dropout", "moe", "tools", "reward", "adapter", "llava")
     }
     policy, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, max_positions=2048, initializer_range=0.2)
     sizes = {
@@ -73,6 +75,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": tiny_model("qwen3", hidden_size=32, num_layers=2, initializer_range=0.2)[0],
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "gpt2": GPT2LMHeadModel(GPT2Config(**sizes, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+        "opt": OPTForCausalLM(
+            OPTConfig(
+                **{
+                    k: v
+                    for k, v in sizes.items()
+                    if k not in ("initializer_range", "intermediate_size", "num_key_value_heads")
+                },
+                ffn_dim=64,
+                word_embed_proj_dim=32,
+                init_std=0.2,
+                dropout=0.0,
+            )
+        ),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)),
         "reward": Qwen2ForSequenceClassification(Qwen2Config(**sizes, num_labels=1)),
     }

@@ -95,6 +95,12 @@ def new_adapter(models: Models, **changes: Any) -> dict[str, Any]:
     return {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **changes)}
 
 
+def virtual_tokens(models: Models, kind: str) -> dict[str, Any]:
+    import peft
+
+    return {"peft_config": getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+
+
 def existing_adapter(models: Models) -> dict[str, Any]:
     from peft import PeftModel
 
@@ -130,12 +136,22 @@ class RolloutWithFeedback(ScriptedRollout):
         return {**output, "env_mask": masks, "score": [len(row) / 10 for row in rows]}
 
 
+class SometimesFeedback(RolloutWithFeedback):
+    """As an environment that speaks in every other generation batch only, and else gives no mask at all."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        if self.calls % 2:
+            del output["env_mask"]
+        return output
+
+
 def score_reward(completions: list[Any], score: list[float], **_: Any) -> list[float]:
     return [value + (len(text) % 13) / 17 for value, text in zip(score, completions, strict=True)]
 
 
-def feedback(models: Models) -> dict[str, Any]:
-    rollout = RolloutWithFeedback(range(20, 90), (3, 5, 8, 10), end_id=1, truncated_share=0.2)
+def feedback(models: Models, kind: type[RolloutWithFeedback] = RolloutWithFeedback) -> dict[str, Any]:
+    rollout = kind(range(20, 90), (3, 5, 8, 10), end_id=1, truncated_share=0.2)
     return {"rollout_func": rollout, "reward_funcs": score_reward}
 
 
@@ -298,6 +314,11 @@ MASKS = [
         dead_rows=True,
     ),
     Case("env_mask", {"max_completion_length": 12, **TWICE}, feedback),
+    Case(
+        "env_mask-in-some-batches",
+        {"max_completion_length": 12, "steps_per_generation": 1},
+        functools.partial(feedback, kind=SometimesFeedback),
+    ),
     Case("pad_to_multiple_of", {"pad_to_multiple_of": 8}),
 ]
 BATCHES = [
@@ -369,6 +390,7 @@ TRAINING = [
     Case("qwen3", {"beta": 0.1}, model="qwen3"),
     Case("llama", {**TWICE}, model="llama"),
     Case("gpt2-learned-positions", {}, model="gpt2"),
+    Case("opt-positions-from-the-mask", {**TWICE}, model="opt"),
     Case("images", {"beta": 0.1}, with_images, model="llava"),
     Case("images-reused", {**TWICE}, with_images, model="llava"),
     Case("moe", {}, model="moe"),
@@ -415,6 +437,7 @@ REWARDS = [
 ADAPTERS_AND_TOOLS = [
     Case("peft-new", {}, new_adapter, plain=True),
     Case("peft-new-beta", {"beta": 0.1, **TWICE}, new_adapter),
+    Case("peft-prompt-tuning", {}, functools.partial(virtual_tokens, kind="PromptTuningConfig")),
     Case("peft-dropout", {}, functools.partial(new_adapter, lora_dropout=0.1)),
     Case("peft-existing", {}, existing_adapter),
     Case("peft-existing-beta", {"beta": 0.1, **TWICE}, existing_adapter),

@@ -13,7 +13,7 @@ from grpo_lab import LabConfig
 from grpo_lab.trainer import log_probs
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.update import live_rows
-from parity.harness import arguments, mixed_reward, train
+from parity.harness import arguments, mixed_reward, movement_difference, train
 
 TWICE = {"num_iterations": 2, "max_steps": 2, "loss_type": "dr_grpo", "scale_rewards": "none"}
 
@@ -108,3 +108,34 @@ def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path, monk
     penalties = [[row["kl/reward_penalty"] for row in run.history if "loss" in row] for run in runs]
     assert penalties[0] == pytest.approx(penalties[1], abs=1e-6)
     assert any(abs(p) > 1e-4 for p in penalties[0])
+
+
+def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder: Path) -> None:
+    """Rows that had no advantage when log-probs were computed may have one when the loss reads them."""
+
+    class Team(LabTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
+            output["advantages"] = output["advantages"] + 0.5
+            return output
+
+    settings = arguments(tmp_path, **TWICE)
+    ours, stock = (train(Team, LabConfig(**settings, update=update), tiny_folder) for update in (None, "off"))
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
+    assert movement_difference(ours, stock) <= 1e-5
+
+
+def test_kl_in_the_reward_leaves_an_on_policy_ratio_at_one(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Log-probs for the penalty come from a forward with other dropout masks; with one update a batch the loss must not read them."""
+    seen: list[float] = []
+
+    class Team(LabTrainer):
+        def token_loss(self, batch: Any) -> torch.Tensor:
+            if batch.logps.dtype == torch.float32:
+                seen.append(batch.log_ratio.abs().max().item())
+            return super().token_loss(batch)
+
+    kl = {"estimator": "k1", "coefficient": 0.1, "placement": "reward"}
+    train(Team, LabConfig(**arguments(tmp_path, max_steps=2), objective="dr_grpo", kl=kl), models["dropout"])
+    assert seen
+    assert max(seen) == 0.0

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import IterableDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.row_table import RowTable
 from parity.harness import arguments, mixed_reward, problems, train
 
 
@@ -65,3 +69,57 @@ def test_streams_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     stream = IterableDataset.from_generator(lambda: iter(problems()))
     with pytest.raises(ValueError, match=r"update\.dead_groups: resample.*IterableDataset"):
         train(LabTrainer, resampling(tmp_path), tiny_folder, train_dataset=stream)
+
+
+def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tmp_path: Path) -> None:
+    """With ``steps_per_generation`` below ``gradient_accumulation_steps`` a step holds several; each needs prompts of its own."""
+    drawn: list[tuple[int, list[int]]] = []
+
+    class Team(LabTrainer):
+        def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
+            drawn.append((self.state.global_step, [row["number"] for row in inputs]))
+            return super()._generate_and_score(inputs)
+
+    settings = arguments(tmp_path, max_steps=1, steps_per_generation=1, gradient_accumulation_steps=2)
+    args = LabConfig(**settings, objective="dr_grpo", update={"dead_groups": "resample", "max_rounds": 9})
+    train(Team, args, tiny_folder, reward=mixed_reward(dead_every=1), train_dataset=problems(40))
+    first, second = drawn[1:9], drawn[10:]
+    assert [step for step, _ in drawn] == [0] * 18
+    assert sum(a == b for a, b in zip(first, second, strict=True)) <= 2  # one of 40 by chance
+
+
+def test_learned_positions_are_those_at_generation(tmp_path: Path) -> None:
+    """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place."""
+    gaps: list[float] = []
+
+    class Team(LabTrainer):
+        def token_loss(self, batch: Any) -> Any:
+            if hasattr(self, "_update") and self.state.global_step == 0 and batch.logps.dtype == torch.float32:
+                gaps.append(batch.log_ratio[batch.mask].abs().max().item())
+            return super().token_loss(batch)
+
+    _, tokenizer = tiny_model("qwen2")
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **still, **ends, initializer_range=0.2)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    settings = arguments(tmp_path, max_steps=2, num_iterations=2, num_generations=4, gradient_accumulation_steps=2)
+    args = LabConfig(**settings, objective="dr_grpo", update={"dead_groups": "resample", "max_rounds": 20})
+    run = train(Team, args, tmp_path / "gpt2", reward=distinct_or_dead)
+    assert max(column(run, "update/resampled_share")) > 0
+    assert gaps
+    assert max(gaps) < 1e-4, "the first update's policy is the one that made the completions"
+
+
+def test_padding_of_importance_ratios_is_one() -> None:
+    """``loss_type="vespo"`` sums log ratios over padding, too: TRL has exp(0) there."""
+
+    def batch(width: int) -> dict[str, torch.Tensor]:
+        ones = torch.ones(1, width, dtype=torch.long)
+        prompt = torch.ones(1, 2, dtype=torch.long)
+        ids = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ones, "completion_mask": ones}
+        return {**ids, "importance_sampling_ratio": torch.full((1, width), 0.5)}
+
+    ratios = RowTable.of([batch(1), batch(3)]).fields["importance_sampling_ratio"]
+    assert ratios.tolist() == [[0.5, 1.0, 1.0], [0.5, 0.5, 0.5]]

@@ -86,7 +86,7 @@ def test_rates_are_those_of_the_config_whatever_the_family_calls_them(name: str)
     model, (_, dropout, layer_drop, noise, _) = built(name), MODELS[name]
     assert (dropout_rate(model), layer_drop_rate(model), router_noise(model)) == (dropout, layer_drop, noise)
     assert not mixes_rows(model, "no")
-    assert keeps_positions(model)
+    assert keeps_positions(model) is (name not in ("opt layerdrop", "biogpt"))  # theirs are counted from the mask
 
 
 @pytest.mark.parametrize("name", MODELS)
