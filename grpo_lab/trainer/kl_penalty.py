@@ -15,14 +15,27 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
 
+def check_kl_in_reward(trainer: LabTrainer) -> None:
+    """TRL's own advantages are made before the penalty is known, so an advantage rule of ours must make them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    objective = trainer.algorithm.objective
+    if objective is None or objective.kl_in_reward is None or trainer.has_own_advantages:
+        return
+    raise ValueError(
+        "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is known; set "
+        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), or override `compute_advantages`"
+    )
+
+
 def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, kl: Any, mask: Tensor) -> RewardTable:
     """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here."""
     old = output.get("old_per_token_logps")
     if old is None:
         old = _log_probs_at_generation(trainer, output)
-        if GenerationForwards.of(
-            trainer
-        ).misaligned:  # else the training forward's own are the loss's, whatever dropout drew
+        if trl_bridge.wants_old_log_probs(trainer)[0]:  # else the loss takes its own forward's, whatever dropout drew
             output["old_per_token_logps"] = old
     penalty = trainer.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
     book = trainer.metric_book(trainer._mode())

@@ -22,14 +22,14 @@ from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.kl_penalty import penalised
+from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
-from grpo_lab.trainer.resample import Resampler, check_resample
+from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
 from grpo_lab.trainer.reward_table import (
     Scored,
     check_finite,
@@ -131,6 +131,7 @@ class LabTrainer(GRPOTrainer):
         self._sampling = SamplerSeam(self, sampling)
         self._generation_buffer = GenerationBuffer(self)
         self.add_callback(self._generation_buffer)
+        check_kl_in_reward(self)
         self._prove()
 
     @classmethod
@@ -226,22 +227,21 @@ class LabTrainer(GRPOTrainer):
         forwards = GenerationForwards.of(self)
         with forwards.instead_of_trls(self) as put_off:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if (
-            self.rollout_func is not None
-        ):  # it may give a mask now and then, or on one rank only; batches meet in one table
+        if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
             output.setdefault("tool_mask", output["completion_mask"])
         scored, self._scored = self._scored, None
         assert scored is not None
         mode = self._mode()
         if forwards.corrected:
-            local = slice(*(len(inputs) * (self.accelerator.process_index + k) for k in (0, 1)))
-            output["length_quartile"] = length_quartiles(scored.lengths)[local]
+            output["length_quartile"] = length_quartiles(scored.lengths)[self._local(output)]
         if put_off:
             del output["old_per_token_logps"]
             output.pop("importance_sampling_ratio", None)
             trl_bridge.forget_metrics(self, mode, "sampling/")
         elif forwards.corrected:
             record_by_length(self, output, loss_mask(output), mode)
+        if self.lab_settings.update.dead_groups == "resample":
+            output[DEAD_GROUP] = dead_rows(scored.table).to(output["prompt_ids"].device)[self._local(output)]
         self._set_advantages(output, scored.table)
         forwards.catch_up(self, output)
         self._record_rewards(scored, mode)
@@ -249,11 +249,7 @@ class LabTrainer(GRPOTrainer):
 
     def _set_advantages(self, output: dict[str, Any], table: RewardTable) -> None:
         kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
-        if (
-            kl is None
-            and self.algorithm.advantage is None
-            and type(self).compute_advantages is LabTrainer.compute_advantages
-        ):
+        if kl is None and not self.has_own_advantages:
             return  # TRL's own stay
         if kl is not None:
             table = penalised(self, output, table, kl, loss_mask(output))
@@ -263,9 +259,7 @@ class LabTrainer(GRPOTrainer):
                 f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) "
                 f"for {table.values.size(0)} rewards; it must return one finite number per row (`advantage`)"
             )
-        local = output["prompt_ids"].size(0)
-        start = self.accelerator.process_index * local
-        output["advantages"] = advantages[start : start + local].to(output["advantages"].device)
+        output["advantages"] = advantages[self._local(output)].to(output["advantages"].device)
         trl_bridge.replace_logged_advantages(self, advantages)
 
     def _record_rewards(self, scored: Scored, mode: str) -> None:
@@ -282,6 +276,11 @@ class LabTrainer(GRPOTrainer):
                 key="truncated",
                 level=logging.WARNING,
             )
+
+    def _local(self, output: dict[str, Any]) -> slice:
+        """This rank's rows of what was gathered."""
+        rows = output["prompt_ids"].size(0)
+        return slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
 
     def _group_size(self) -> int:
         return int(self.num_generations if self.model.training else self.num_generations_eval)
@@ -323,6 +322,13 @@ class LabTrainer(GRPOTrainer):
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
             logger.log(level, message)
+
+    @property
+    def has_own_advantages(self) -> bool:
+        """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
+        return (
+            self.algorithm.advantage is not None or type(self).compute_advantages is not LabTrainer.compute_advantages
+        )
 
     @property
     def has_own_loss(self) -> bool:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
+from grpo_lab.batch import RewardTable
+from grpo_lab.trainer.reward_table import dead_groups
 from grpo_lab.trainer.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.trl_bridge import is_multimodal
 from grpo_lab.update import live_rows
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
 DEFAULT_MAX_ROUNDS = 4
+#: per-row field while a batch is being filled: 1 where all rewards of the row's group are equal
+DEAD_GROUP = "dead_group"
+
+
+def dead_rows(table: RewardTable) -> torch.Tensor:
+    """long ``[N]``: 1 for rows of groups whose rewards (before any KL penalty) are all equal."""
+    return dead_groups(table.total, table.group_size).long().repeat_interleave(table.group_size)
 
 
 def check_resample(train_dataset: Any) -> None:
@@ -69,8 +78,10 @@ class Resampler:
         return self._assembled(output, tables, chosen, local)
 
     def _live_groups(self, table: RowTable) -> list[int]:
-        live = live_rows(table.advantages, table.loss_mask).view(-1, self.trainer.num_generations).any(1)
-        return torch.nonzero(live).flatten().tolist()
+        """Groups whose rewards differ and of which a row contributes. Rewards alone are not enough (all completions may be masked), nor
+        are advantages: rounding makes a few 1e-5 of equal rewards, and a KL penalty in the reward makes every group differ."""
+        live = live_rows(table.advantages, table.loss_mask) & (table.fields[DEAD_GROUP] == 0)
+        return torch.nonzero(live.view(-1, self.trainer.num_generations).any(1)).flatten().tolist()
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
         """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over ranks."""

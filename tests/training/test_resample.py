@@ -65,6 +65,42 @@ def test_nothing_is_drawn_when_all_groups_live(tiny_folder: Path, tmp_path: Path
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
+def test_equal_rewards_are_dead_also_where_rounding_makes_advantages_of_them(tiny_folder: Path, tmp_path: Path) -> None:
+    """The float32 mean of six rewards of 0.6 is another number, and TRL divides the difference by a std as small."""
+    assert torch.full((6,), 0.6).nanmean() != torch.tensor(0.6)
+    rounds = []
+    for dead in (0.5, 0.6):
+
+        def rewards(completion_ids: list[list[int]], number: list[int], dead: float = dead, **_: Any) -> list[float]:
+            live = distinct_or_dead(completion_ids, number)
+            return [dead if n % 3 == 0 else value for n, value in zip(number, live, strict=True)]
+
+        changes = {"max_steps": 3, "num_generations": 6}
+        args = LabConfig(**arguments(tmp_path, **changes), update={"dead_groups": "resample", "max_rounds": 20})
+        rounds.append(column(train(LabTrainer, args, tiny_folder, reward=rewards), "update/resample_rounds"))
+    assert rounds[0] == rounds[1]
+    assert max(rounds[0]) > 1
+
+
+def test_a_kl_penalty_in_the_reward_brings_no_dead_group_to_life(tiny_folder: Path, tmp_path: Path) -> None:
+    """Eight steps at a large rate: the policy leaves the reference, so that penalties differ within every group."""
+    args = LabConfig(
+        **arguments(tmp_path, max_steps=3),
+        objective="reinforce",
+        kl={"estimator": "k1", "placement": "reward", "coefficient": 0.1},
+        update={"dead_groups": "resample", "max_rounds": 20},
+    )
+    run = train(LabTrainer, args, tiny_folder, reward=distinct_or_dead)
+    assert sum(column(run, "update/resampled_share")) > 0
+    assert max(column(run, "update/resample_rounds")[1:]) > 1, "from the second step on the penalties differ"
+
+
+def test_kl_in_the_reward_needs_an_advantage_rule(tiny_folder: Path, tmp_path: Path) -> None:
+    args = LabConfig(**arguments(tmp_path), kl={"estimator": "k1", "placement": "reward", "coefficient": 0.1})
+    with pytest.raises(ValueError, match=r"kl\.placement.*advantage"):
+        train(LabTrainer, args, tiny_folder)
+
+
 def test_streams_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     stream = IterableDataset.from_generator(lambda: iter(problems()))
     with pytest.raises(ValueError, match=r"update\.dead_groups: resample.*IterableDataset"):
