@@ -30,7 +30,7 @@ train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 test: setup lint types  ## lint, types and the whole suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm -rs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not vllm" --durations=15
 
 test-fast: setup  ## the part of the suite that takes under two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not vllm"
