@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -218,7 +219,7 @@ def stock_tokens(rollouts: Rollouts, args: argparse.Namespace) -> float:
 
 
 def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
-    """Seconds of plain forward + backward on exactly the live tokens (prompts too, which its LM head scores and ours does not).
+    """Seconds of plain forward + backward on exactly the live tokens, the LM head on completion tokens only, as ours has it.
 
     Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that attention is
     block-diagonal and no position is padding (the last row of a batch may be short).
@@ -230,41 +231,54 @@ def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
     total = 0.0
     for call in range(args.steps):
         live = sorted(
-            (p + c for r in range(dead * GROUP, args.rows) for p, c in [rollouts.row(call, r)]), key=len, reverse=True
+            (rollouts.row(call, r) for r in range(dead * GROUP, args.rows)), key=lambda row: -sum(map(len, row))
         )
-        batches = packed(live, args.micro * max(map(len, live)) // 2)
+        batches = packed(live, args.micro * sum(map(len, live[0])) // 2)
         synchronize()
         began = time.perf_counter()
-        for ids, positions in batches:
-            ids, positions = ids.to(model.device), positions.to(model.device)
-            model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+        for ids, positions, targets in batches:
+            ids, positions, targets = (x.to(model.device) for x in (ids, positions, targets))
+            states = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            scored = targets != -100
+            cross_entropy(model.lm_head(states[scored]).float(), targets[scored], reduction="sum").backward()
         synchronize()
         total += time.perf_counter() - began
         model.zero_grad()
     return total
 
 
-def packed(sequences: list[list[int]], budget: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """First-fit decreasing into rows as long as the longest sequence; full rows are batched up to ``budget`` tokens."""
-    width = len(sequences[0])
-    rows: list[list[list[int]]] = []
-    for sequence in sequences:
-        home = next((row for row in rows if sum(map(len, row)) + len(sequence) <= width), None)
+def packed(live: list[tuple[list[int], list[int]]], budget: int) -> list[tuple[torch.Tensor, ...]]:
+    """First-fit decreasing into rows as long as the longest sequence; full rows are batched up to ``budget`` tokens.
+
+    Gives (ids, positions, targets) a batch; a target stands where its token is predicted, −100 elsewhere.
+    """
+    width = sum(map(len, live[0]))
+    rows: list[list[tuple[list[int], list[int]]]] = []
+    for sequence in live:
+        home = next((row for row in rows if filled(row) + sum(map(len, sequence)) <= width), None)
         if home is None:
             rows.append([sequence])
         else:
             home.append(sequence)
-    rows.sort(key=lambda row: sum(map(len, row)), reverse=True)
-    batches, at = [], 0
-    while at < len(rows):
-        count = max(1, budget // width)
-        batch = rows[at : at + count]
-        longest = max(sum(map(len, row)) for row in batch)
-        ids = [[i for s in row for i in s] + [0] * (longest - sum(map(len, row))) for row in batch]
-        positions = [[i for s in row for i in range(len(s))] + [0] * (longest - sum(map(len, row))) for row in batch]
-        batches.append((torch.tensor(ids), torch.tensor(positions)))
-        at += count
-    return batches
+    rows.sort(key=filled, reverse=True)
+    count = max(1, budget // width)
+    return [laid_out(rows[at : at + count]) for at in range(0, len(rows), count)]
+
+
+def filled(row: list[tuple[list[int], list[int]]]) -> int:
+    return sum(len(prompt) + len(completion) for prompt, completion in row)
+
+
+def laid_out(rows: list[list[tuple[list[int], list[int]]]]) -> tuple[torch.Tensor, ...]:
+    longest = max(map(filled, rows))
+    columns: tuple[list[list[int]], ...] = ([], [], [])
+    for row in rows:
+        ids = [i for prompt, completion in row for i in prompt + completion]
+        positions = [i for prompt, completion in row for i in range(len(prompt) + len(completion))]
+        targets = [t for prompt, completion in row for t in [-100] * (len(prompt) - 1) + completion + [-100]]
+        for column, values, fill in zip(columns, (ids, positions, targets), (0, 0, -100), strict=True):
+            column.append(values + [fill] * (longest - len(ids)))
+    return tuple(torch.tensor(column) for column in columns)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
