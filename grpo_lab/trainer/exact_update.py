@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
 from grpo_lab.trainer.metrics import LeftOut, unrecorded
 from grpo_lab.trainer.micro_batch import token_batch, token_denominator
@@ -25,6 +26,7 @@ from grpo_lab.trainer.model_conditions import (
     mixes_rows,
     router_noise,
 )
+from grpo_lab.trainer.old_policy import Kept, OldPolicy, with_unmoved
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import (
@@ -114,6 +116,7 @@ class ExactUpdate:
         self._said: set[str] = set()
         self._verdict: Verdict | None = None
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
+        self._old = OldPolicy(self)
         self.saw_randomness = False
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -123,6 +126,8 @@ class ExactUpdate:
             self._verdict = verdict(self.trainer)
             self._say(self._verdict)
         if self._verdict.stock is not None:
+            if self.trainer.accelerator.sync_gradients:
+                self._old.before_update_in_trls_batches()
             return self.trainer._compute_loss(model, inputs)
         if is_multimodal(inputs):
             raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
@@ -145,11 +150,12 @@ class ExactUpdate:
     def _run(self, model: nn.Module, window: list[dict[str, Any]]) -> Tensor:
         trainer = self.trainer
         assert self._verdict is not None
+        self._old.before_update(len(window))
+        kept = Kept() if self._old.comes_again(len(window)) else None
         local_rows = sum(batch["prompt_ids"].size(0) for batch in window)
-        budget = trainer.lab_settings.update.max_tokens or _stock_footprint(window, trainer.accelerator)
-        marked = [_marked(trainer, batch, slot) for slot, batch in enumerate(window)]
+        marked = [_marked(trainer, batch, slot) for slot, batch in enumerate(with_unmoved(window))]
         table = RowTable.of(marked).gathered(trainer.accelerator)
-        plan = self._plan(table, budget)
+        plan = self._plan(table, self._budget(window))
         denominators = Denominators(
             rows=float(local_rows),
             tokens=self._tokens(window),
@@ -160,11 +166,16 @@ class ExactUpdate:
         done = torch.zeros((), device=trainer.accelerator.device)
         for rows in bins[:-1]:
             with without_gradient_sync(trainer, model):
-                _, loss = self._bin_loss(model, table.bin(rows), denominators)
+                batch, loss = self._bin_loss(model, table.bin(rows), denominators)
                 backward(trainer, loss)
+            if kept is not None:
+                kept.add(rows, batch.logps[: len(rows)])
             done = done + loss.detach()
-            del loss
+            del batch, loss
         last_batch, last = self._bin_loss(model, table.bin(bins[-1]), denominators)
+        if kept is not None:
+            kept.add(bins[-1], last_batch.logps[: len(bins[-1])])
+            self._old.keep(kept, table, window)
         self._record_skipped(plan, table, last_batch, denominators)
         self._record(plan, table, window)
         self._look_for_randomness()
@@ -186,6 +197,24 @@ class ExactUpdate:
         if all(batch["num_items_in_batch"] is first for batch in window):
             return token_denominator(self.trainer, window[0], mode="train")
         return float("nan")
+
+    @torch.no_grad()
+    def log_probs_of(self, window: list[dict[str, Any]]) -> tuple[Kept, RowTable]:
+        """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
+        trainer, found = self.trainer, Kept()
+        table = RowTable.of(window).gathered(trainer.accelerator)
+        plan = self._plan(table, self._budget(window))
+        with trl_bridge.without_checkpointing(trainer):
+            for rows in plan.bins[trainer.accelerator.process_index]:
+                part = table.bin(rows)
+                scored, _ = completion_log_probs(trainer, trainer.model, part.input_ids, part.labels, part.position_ids)
+                logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
+                found.add(rows, logps[: len(rows)])
+        return found, table
+
+    def _budget(self, window: list[dict[str, Any]]) -> int:
+        given = self.trainer.lab_settings.update.max_tokens
+        return given or _stock_footprint(window, self.trainer.accelerator)
 
     def _plan(self, table: RowTable, budget: int) -> Plan:
         mask = table.loss_mask

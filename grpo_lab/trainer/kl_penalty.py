@@ -33,10 +33,8 @@ def check_kl_in_reward(trainer: LabTrainer) -> None:
 def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, kl: Any, mask: Tensor) -> RewardTable:
     """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here."""
     old = output.get("old_per_token_logps")
-    if old is None:
+    if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
         old = _log_probs_at_generation(trainer, output)
-        if trl_bridge.wants_old_log_probs(trainer)[0]:  # else the loss takes its own forward's, whatever dropout drew
-            output["old_per_token_logps"] = old
     penalty = trainer.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
     book = trainer.metric_book(trainer._mode())
     book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())

@@ -243,7 +243,7 @@ class LabTrainer(GRPOTrainer):
         if self.lab_settings.update.dead_groups == "resample":
             output[DEAD_GROUP] = dead_rows(scored.table).to(output["prompt_ids"].device)[self._local(output)]
         self._set_advantages(output, scored.table)
-        forwards.catch_up(self, output)
+        forwards.mark(output)
         self._record_rewards(scored, mode)
         return output
 

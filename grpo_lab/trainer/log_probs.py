@@ -2,8 +2,7 @@
 
 TRL forwards every completion padded to the longest of the generation batch, before it knows the rewards. Here the same numbers
 come from bins without padding (``row_table``), under the conditions that the exact update checks. The old policy's
-forward is left out where the training forward has the numbers anyway (one update a batch), and otherwise, where rows
-without advantage may be left out, put off until the advantages are known and run on live rows only.
+forward is put off until the first optimizer step of the batch, whose training forward has most of the numbers anyway (``old_policy``).
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exact_update import verdict
+from grpo_lab.trainer.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.row_table import RowTable
-from grpo_lab.update import Rows, default_max_tokens, live_rows, plan_update
+from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
@@ -49,7 +49,7 @@ class GenerationForwards:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = verdict(trainer)
         in_bins = found.stock is None
-        put_off = in_bins and wanted and (not misaligned or found.all_rows is None) and _stays_ours(trainer)
+        put_off = in_bins and wanted and _stays_ours(trainer)
         return GenerationForwards(misaligned, corrected, in_bins, put_off)
 
     def instead_of_trls(self, trainer: LabTrainer) -> contextlib.AbstractContextManager[list[str]]:
@@ -69,17 +69,16 @@ class GenerationForwards:
 
         return trl_bridge.forwards_replaced(trainer, forward, without_policy=self.put_off)
 
-    def catch_up(self, trainer: LabTrainer, output: dict[str, Any]) -> None:
-        """Where the loss needs what was put off: the old policy's log-probs of live rows, into the batch."""
-        if self.misaligned and "old_per_token_logps" not in output:
-            live = live_rows(output["advantages"], output["completion_mask"])
-            output["old_per_token_logps"] = log_probs_in_bins(trainer, trainer.model, output, live)
+    def mark(self, output: dict[str, Any]) -> None:
+        """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it changed is known."""
+        if self.in_bins and not self.put_off and OLD in output:
+            output[AS_GENERATED] = output[OLD].clone()
 
 
 def _stays_ours(trainer: LabTrainer) -> bool:
     """Whether nobody's subclass stands between a generation batch and its loss.
 
-    One that does may give rows an advantage whose log-probs were left out for having none, or read what is put off.
+    One that does may read what is put off.
     """
     between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs", "compute_loss")
     homes = {next(c.__module__ for c in type(trainer).__mro__ if name in vars(c)).split(".")[0] for name in between}
@@ -87,19 +86,18 @@ def _stays_ours(trainer: LabTrainer) -> bool:
 
 
 @torch.no_grad()
-def log_probs_in_bins(trainer: LabTrainer, model: Any, fields: dict[str, Any], wanted: Tensor | None = None) -> Tensor:
-    """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 where none is computed.
+def log_probs_in_bins(trainer: LabTrainer, model: Any, fields: dict[str, Any]) -> Tensor:
+    """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token.
 
     Args:
         fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right).
-        wanted: bool ``[B]``, the rows to compute; by default all that have a completion token.
 
     Every rank runs the same number of forwards (with sharded weights each one is a collective).
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     table = RowTable.of([{name: fields[name] for name in names}])
     prompts, completions = table.prompt_lengths.tolist(), table.completion_lengths.tolist()
-    chosen = [length > 0 for length in completions] if wanted is None else wanted.tolist()
+    chosen = [length > 0 for length in completions]
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
     rows_at_once = min(trainer.args.per_device_train_batch_size, len(prompts))
     budget = trainer.lab_settings.update.max_tokens or default_max_tokens(rows_at_once, *shape)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.old_policy import old_log_probs
 from grpo_lab.trainer.token_metrics import record_tokens
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) ->
 def token_batch(
     trainer: LabTrainer, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
 ) -> TokenBatch:
-    """One micro-batch or bin as the carrier that surrogates see; on-policy old log-probs are the forward's own."""
+    """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its old
+    log-probs are the forward's own."""
     objective = trainer.algorithm.objective
     assert objective is not None
-    old = fields.get("old_per_token_logps")
-    old = logps.detach() if old is None else old
+    old = old_log_probs(logps, fields)
     advantages = fields["advantages"]
     weights = fields.get("importance_sampling_ratio")
     if weights is None and trainer.use_vllm and trainer.vllm_importance_sampling_correction:
