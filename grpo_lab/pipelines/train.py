@@ -155,6 +155,7 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "rewards": [asdict(reward) for reward in recipe.rewards],
         "seed": trainer.args.seed,
         "settings": dict(recipe.arguments),
+        "exact_update": trainer.exact_update.described(),
         "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
         "versions": versions(),
         "seconds": seconds,

@@ -7,7 +7,7 @@ and the last bin's loss is handed back, so that HF itself runs the backward that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ from grpo_lab.trainer.model_conditions import (
     keeps_positions,
     layer_drop_rate,
     mixes_rows,
+    padding_reaches_state,
+    position_limit,
     router_noise,
 )
 from grpo_lab.trainer.old_policy import Kept, OldPolicy, with_unmoved
@@ -36,6 +38,7 @@ from grpo_lab.trainer.trl_bridge import (
     may_bring_images,
     without_gradient_sync,
 )
+from grpo_lab.trainer.update_record import UpdateRecord, Verdict
 from grpo_lab.update import (
     LiveConditions,
     Plan,
@@ -51,29 +54,24 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out."""
-
-    stock: str | None
-    all_rows: str | None
-
-
 def verdict(trainer: LabTrainer) -> Verdict:
     """Check FIELD §4's conditions on what the run really uses."""
     if trainer.lab_settings.update.is_off:
-        return Verdict("update is 'off'", "update is 'off'")
+        return Verdict("update is 'off'", "update is 'off'", chosen=True)
     objective = trainer.algorithm.objective
     if objective is None:
         reason = f"the loss is left to TRL ({trainer.algorithm.left_to_trl})"
         return Verdict(reason, reason)
     if not is_sum_over_rows(objective) and not _is_local(objective):
-        reason = "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches"
+        reason = (
+            "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches; "
+            "`objective.aggregation` chooses another"
+        )
         return Verdict(reason, reason)
     conditions = _conditions(trainer)
     stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
     if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
-        all_rows = "update.dead_groups is 'keep'"
+        return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
     return Verdict(stock, all_rows)
 
 
@@ -101,6 +99,7 @@ def _conditions(trainer: LabTrainer) -> LiveConditions:
         embedding_noise=args.neftune_noise_alpha or 0.0,
         batch_dependent_layers=mixes_rows(model, trainer.accelerator.mixed_precision),
         shift_invariant_positions=keeps_positions(model),
+        state_reads_padding=padding_reaches_state(model),
         local_denominator=_is_local(objective),
         off_policy_mask_per_row=True,
         multimodal=may_bring_images(trainer),
@@ -113,19 +112,29 @@ class ExactUpdate:
     def __init__(self, trainer: LabTrainer) -> None:
         self.trainer = trainer
         self._window: list[dict[str, Any]] = []
-        self._said: set[str] = set()
+        self.record = UpdateRecord(trainer)
         self._verdict: Verdict | None = None
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self._old = OldPolicy(self)
         self.saw_randomness = False
+
+    def described(self) -> dict[str, Any]:
+        """How the steps are computed and why, for the run's record."""
+        return self.record.described(self._verdict or verdict(self.trainer))
+
+    def left_alone(self, inputs: dict[str, Any]) -> None:
+        """A micro-batch whose loss a team's own ``_compute_loss`` makes."""
+        reason = f"`{type(self.trainer).__name__}._compute_loss` makes the loss; `token_loss` is the hook that keeps the exact update"
+        self._verdict = Verdict(reason, reason)
+        self.record.as_trl(inputs, self._verdict, self.trainer.lab_settings.update.max_tokens)
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
         own_loss_now = self.trainer.has_own_token_loss and not self._window  # a team's loss may change with the step
         if self._verdict is None or own_loss_now:
             self._verdict = verdict(self.trainer)
-            self._say(self._verdict)
         if self._verdict.stock is not None:
+            self.record.as_trl(inputs, self._verdict, self.trainer.lab_settings.update.max_tokens)
             if self.trainer.accelerator.sync_gradients:
                 self._old.before_update_in_trls_batches()
             return self.trainer._compute_loss(model, inputs)
@@ -138,15 +147,6 @@ class ExactUpdate:
         window, self._window = self._window, []
         return self._run(model, window)
 
-    def _say(self, found: Verdict) -> None:
-        """State once per reason what is not skipped and why."""
-        if found.stock is not None and found.stock not in self._said:
-            self._said.add(found.stock)
-            self.trainer.say(f"exact update: micro-batches stay as TRL cut them: {found.stock}")
-        elif found.all_rows is not None and found.all_rows not in self._said:
-            self._said.add(found.all_rows)
-            self.trainer.say(f"exact update: all rows are computed: {found.all_rows}")
-
     def _run(self, model: nn.Module, window: list[dict[str, Any]]) -> Tensor:
         trainer = self.trainer
         assert self._verdict is not None
@@ -155,7 +155,8 @@ class ExactUpdate:
         local_rows = sum(batch["prompt_ids"].size(0) for batch in window)
         marked = [_marked(trainer, batch, slot) for slot, batch in enumerate(with_unmoved(window))]
         table = RowTable.of(marked).gathered(trainer.accelerator)
-        plan = self._plan(table, self._budget(window))
+        budget = self._budget(window)
+        plan = self._plan(table, budget)
         denominators = Denominators(
             rows=float(local_rows),
             tokens=self._tokens(window),
@@ -166,18 +167,18 @@ class ExactUpdate:
         done = torch.zeros((), device=trainer.accelerator.device)
         for rows in bins[:-1]:
             with without_gradient_sync(trainer, model):
-                batch, loss = self._bin_loss(model, table.bin(rows), denominators)
+                batch, loss = self._bin_loss(model, self._bin(table, rows), denominators)
                 backward(trainer, loss)
             if kept is not None:
                 kept.add(rows, batch.logps[: len(rows)])
             done = done + loss.detach()
             del batch, loss
-        last_batch, last = self._bin_loss(model, table.bin(bins[-1]), denominators)
+        last_batch, last = self._bin_loss(model, self._bin(table, bins[-1]), denominators)
         if kept is not None:
             kept.add(bins[-1], last_batch.logps[: len(bins[-1])])
             self._old.keep(kept, table, window)
         self._record_skipped(plan, table, last_batch, denominators)
-        self._record(plan, table, window)
+        self.record.in_bins(plan, table, window, self._verdict, budget)
         self._look_for_randomness()
         return last + done
 
@@ -189,7 +190,6 @@ class ExactUpdate:
         self._watch = None
         if self.saw_randomness:
             self._verdict = verdict(self.trainer)
-            self._say(self._verdict)
 
     def _tokens(self, window: list[dict[str, Any]]) -> Tensor | float:
         """TRL's token denominator where one generation batch made the whole step (one tensor, summed before dividing)."""
@@ -206,11 +206,14 @@ class ExactUpdate:
         plan = self._plan(table, self._budget(window))
         with trl_bridge.without_checkpointing(trainer):
             for rows in plan.bins[trainer.accelerator.process_index]:
-                part = table.bin(rows)
+                part = self._bin(table, rows)
                 scored, _ = completion_log_probs(trainer, trainer.model, part.input_ids, part.labels, part.position_ids)
                 logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
                 found.add(rows, logps[: len(rows)])
         return found, table
+
+    def _bin(self, table: RowTable, rows: list[int]) -> Bin:
+        return table.bin(rows, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
     def _budget(self, window: list[dict[str, Any]]) -> int:
         given = self.trainer.lab_settings.update.max_tokens
@@ -274,28 +277,6 @@ class ExactUpdate:
                 without_tokens=(per_slot(scored) == 0) & as_trl,
             ),
         )
-
-    def _record(self, plan: Plan, table: RowTable, window: list[dict[str, Any]]) -> None:
-        """What the step computed against what stock would have, the same on every rank."""
-        book = self.trainer.metric_book("train")
-        world = self.trainer.accelerator.num_processes
-        mine = 1.0 / world  # pairs are added up over ranks; these are global already
-        device = table.offset.device
-
-        def add(name: str, total: float, count: float) -> None:
-            book.add(name, torch.tensor([total * mine], device=device), count * mine)
-
-        stock = (
-            sum((b["prompt_ids"].size(1) + b["completion_ids"].size(1)) * b["prompt_ids"].size(0) for b in window)
-            * world
-        )
-        rows = sum(len(rows) for rank in plan.bins for rows in rank)
-        add("update/live_share", rows, table.offset.numel())
-        add("update/padding_share", plan.tokens_computed - plan.tokens_live, max(plan.tokens_computed, 1))
-        add("update/tokens_computed", plan.tokens_computed, 1)
-        add("update/tokens_stock", stock, 1)
-        add("update/computed_share", plan.tokens_computed, stock)
-        book.reduce(self.trainer.accelerator)
 
 
 def _stock_footprint(window: list[dict[str, Any]], accelerator: Any) -> int:

@@ -293,6 +293,8 @@ class LabTrainer(GRPOTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
+        if self.model.training and not return_outputs and not self.has_own_loss:
+            self._update.left_alone(inputs)
         if return_outputs or not self.model.training or not self.has_own_loss:
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss

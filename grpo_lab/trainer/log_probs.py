@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exact_update import verdict
+from grpo_lab.trainer.model_conditions import position_limit
 from grpo_lab.trainer.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
@@ -104,9 +105,10 @@ def log_probs_in_bins(trainer: LabTrainer, model: Any, fields: dict[str, Any]) -
     (bins,) = plan_update(Rows(prompts, completions, chosen), 1, budget).bins
     rounds = trainer.accelerator.gather(torch.tensor([len(bins)], device=table.offset.device)).max().item()
     found = torch.zeros(fields["completion_ids"].shape, device=table.offset.device)
+    limit = position_limit(trainer.accelerator.unwrap_model(model))
     with trl_bridge.without_checkpointing(trainer):
         for rows in bins + [[]] * (int(rounds) - len(bins)):
-            part = table.bin(rows)
+            part = table.bin(rows, limit)
             scored, _ = trl_bridge.completion_log_probs(trainer, model, part.input_ids, part.labels, part.position_ids)
             logps = scored.gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
             found[rows, : logps.size(1)] = logps[: len(rows)].to(found.dtype)

@@ -8,6 +8,7 @@ at before and after a forward (``RandomnessWatch``), since a forward that is a f
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any
@@ -77,6 +78,27 @@ def keeps_positions(model: nn.Module) -> bool:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = [rope.get("rope_type")] + [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
     return not any(kind in _SCALED_POSITIONS for kind in kinds)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """How many positions the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def padding_reaches_state(model: nn.Module) -> bool:
+    """Whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded it.
+
+    transformers marks models that carry a state from token to token (``_is_stateful``). Those that zero padding on its way into the
+    state do it by one function, ``apply_mask_to_padding_states`` (Mamba and its hybrids, gated DeltaNet: Qwen3.5, Qwen3-Next);
+    those without it let padding through (RWKV, RecurrentGemma, xLSTM, DeepSeek-V4's compressor). A model that masks its
+    state by other means counts here, too: the price is a slower update, not a wrong one.
+    """
+    stateful = [module for module in model.modules() if getattr(module, "_is_stateful", False)]
+    homes = {type(module).__module__ for module in stateful}
+    return any(not hasattr(sys.modules[home], "apply_mask_to_padding_states") for home in homes)
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:

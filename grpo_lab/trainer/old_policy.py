@@ -107,10 +107,16 @@ class OldPolicy:
         self._update = update
         self._trainer = update.trainer
 
+    @property
+    def _buffer(self) -> list[dict[str, Any]]:
+        """TRL's micro-batches of the current generation batch (its annotation says None)."""
+        found: Any = self._trainer._buffered_inputs
+        return found or []
+
     def _ahead(self) -> list[int]:
         """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch, in order."""
         trainer = self._trainer
-        if not trl_bridge.wants_old_log_probs(trainer)[0] or trainer._buffered_inputs is None:
+        if not trl_bridge.wants_old_log_probs(trainer)[0] or not self._buffer:
             return []
         per_pass = int(trainer.args.steps_per_generation)
         left = -(trainer._step + 1) % (per_pass * trainer.num_iterations)
@@ -128,12 +134,12 @@ class OldPolicy:
         return any(place is not None for place in self._again(window))
 
     def _again(self, window: int) -> list[int | None]:
-        ahead, buffer = set(self._ahead()), self._trainer._buffered_inputs
+        ahead, buffer = set(self._ahead()), self._buffer
         return [p if p in ahead and awaits(buffer[p]) else None for p in self._here(window)]
 
     def before_update(self, window: int) -> None:
         """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step."""
-        ahead, buffer = self._ahead(), self._trainer._buffered_inputs
+        ahead, buffer = self._ahead(), self._buffer
         known: set[int | None] = set(self._here(window))
         size = self._trainer.args.gradient_accumulation_steps
         for start in range(0, len(ahead), size):
@@ -156,7 +162,7 @@ class OldPolicy:
         places: list[Any],
         batches: list[dict[str, Any]] | None = None,
     ) -> None:
-        buffer = self._trainer._buffered_inputs
+        buffer = self._buffer
         batches = batches or [buffer[p] for p in places]
         sizes = [batch["completion_ids"].size(0) for batch in batches]
         local = found.local(self._trainer, table, sum(sizes))
@@ -169,7 +175,7 @@ class OldPolicy:
         """The same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
         trainer = self._trainer
         for place in dict.fromkeys(self._ahead()):
-            batch = trainer._buffered_inputs[place]
+            batch = self._buffer[place]
             if awaits(batch):
                 _fill(batch, trl_log_probs(trainer, batch))
 
@@ -195,4 +201,14 @@ def _fill(batch: dict[str, Any], logps: Tensor) -> None:
     batch.pop(AS_GENERATED, None)
 
 
-__all__ = ["AS_GENERATED", "OLD", "UNMOVED", "Kept", "OldPolicy", "old_log_probs", "trl_log_probs", "unmoved_rows", "with_unmoved"]
+__all__ = [
+    "AS_GENERATED",
+    "OLD",
+    "UNMOVED",
+    "Kept",
+    "OldPolicy",
+    "old_log_probs",
+    "trl_log_probs",
+    "unmoved_rows",
+    "with_unmoved",
+]

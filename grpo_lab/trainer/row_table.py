@@ -97,8 +97,13 @@ class RowTable:
         advantages = self.fields["advantages"]
         return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
-    def bin(self, rows: list[int]) -> Bin:
-        """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step."""
+    def bin(self, rows: list[int], limit: int | None = None) -> Bin:
+        """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
+
+        Args:
+            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding at
+                generation would be padded past them; padding stops at the last one.
+        """
         index = torch.tensor(rows or [0], device=self.offset.device)
         prompt, completion = self.prompt_lengths[index], self.completion_lengths[index]
         start = self.fields["prompt_ids"].size(1) - prompt
@@ -121,13 +126,14 @@ class RowTable:
             & (steps >= prompt.unsqueeze(1))
             & real
         )
+        first = self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])
+        positions = first.unsqueeze(1) + steps
+        if limit is not None:
+            positions = torch.where(real, positions, positions.clamp(max=limit - 1))
         return Bin(
             input_ids=input_ids,
             labels=input_ids.masked_fill(~own, -100),
-            position_ids=(
-                self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])
-            ).unsqueeze(1)
-            + steps,
+            position_ids=positions,
             take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),
             loss_mask=loss_mask,
             fields=fields,

@@ -41,6 +41,7 @@ class LiveConditions:
         shift_invariant_positions: a row's log-probs do not depend on how far it is padded, up to rounding. True for plain
             rotary embeddings and ALiBi, and for learned absolute positions where the caller hands in the stock positions.
             False for rotary scaling that depends on the longest position in the batch ("dynamic", "longrope").
+        state_reads_padding: a recurrent state runs through a row's padding (RWKV and other models that ignore the mask).
         local_denominator: the loss divides by what is in the local micro-batch (`loss_type="bnpo"`).
         off_policy_mask_per_row: the off-policy mask, if one is on, looks at one row at a time (TRL's does); True without.
         multimodal: images or other inputs that are not one tensor row per row.
@@ -60,6 +61,7 @@ class LiveConditions:
     embedding_noise: float
     batch_dependent_layers: bool
     shift_invariant_positions: bool
+    state_reads_padding: bool
     local_denominator: bool
     off_policy_mask_per_row: bool
     multimodal: bool
@@ -81,24 +83,25 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
         (
             c.local_denominator,
             "the loss divides by the tokens of its own micro-batch (loss_type='bnpo'), so its value depends on which "
-            "rows share one",
+            "rows share one; `loss_type='dapo'` divides by all of them",
         ),
         (
             c.entropy_bonus != 0,
-            f"the entropy bonus (entropy_coef={c.entropy_bonus}) is a mean over all tokens of each micro-batch",
+            f"the entropy bonus (entropy_coef={c.entropy_bonus}) is a mean over all tokens of each micro-batch; "
+            "entropy_coef=0 switches it off",
         ),
         (
             c.adaptive_entropy,
-            "the adaptive entropy controller (use_adaptive_entropy=True) measures the entropy of every row",
+            "the adaptive entropy controller (use_adaptive_entropy=True) measures the entropy of every row; False switches it off",
         ),
         (
             c.entropy_quantile < 1,
             f"the entropy threshold (top_entropy_quantile={c.entropy_quantile}) is a quantile over all tokens of each "
-            "micro-batch",
+            "micro-batch; 1.0 switches it off",
         ),
         (
             c.moe_aux_loss != 0,
-            f"the load-balancing loss of the experts (router_aux_loss_coef={c.moe_aux_loss}) reads every token",
+            f"the load-balancing loss of the experts (router_aux_loss_coef={c.moe_aux_loss}) reads every token; 0 switches it off",
         ),
         (
             c.dropout > 0,
@@ -108,12 +111,12 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
         (
             c.layer_drop > 0,
             f"layers are skipped at random (layerdrop={c.layer_drop} in the model's config), and which ones is drawn "
-            "anew for each micro-batch",
+            "anew for each micro-batch; layerdrop=0 there switches it off",
         ),
         (
             c.router_noise > 0,
             f"noise is added in the experts' routing (router_jitter_noise={c.router_noise} in the model's config), and it "
-            "depends on the layout of the micro-batches",
+            "depends on the layout of the micro-batches; 0.0 there switches it off",
         ),
         (
             c.random_forward,
@@ -122,16 +125,21 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
         (
             c.embedding_noise != 0,
             f"noise is added to the embeddings (neftune_noise_alpha={c.embedding_noise}), and it depends on the layout "
-            "of the micro-batches",
+            "of the micro-batches; None switches it off",
         ),
         (
             c.batch_dependent_layers,
-            "the model has layers whose output for one row depends on the other rows of the batch",
+            "the model has layers whose output for one row depends on the other rows of the batch (no setting changes that)",
         ),
         (
             not c.shift_invariant_positions,
             "the model's positions depend on the padding (rotary scaling that follows the longest row, or learned absolute "
-            "positions), so a row cannot be re-aligned without changing its log-probs",
+            "positions), so a row cannot be re-aligned without changing its log-probs (no setting changes that)",
+        ),
+        (
+            c.state_reads_padding,
+            "the model carries a recurrent state through padding, which it does not mask, so a row's log-probs depend on how far "
+            "it is padded (no setting changes that)",
         ),
         (
             not c.off_policy_mask_per_row,
@@ -152,7 +160,10 @@ def why_all_rows(conditions: LiveConditions) -> str | None:
     if (reason := why_stock_batches(c)) is not None:
         return reason
     if c.kl_in_loss != 0:
-        return f"the KL term in the loss (beta={c.kl_in_loss}) acts on rows whose advantage is zero"
+        return (
+            f"the KL term in the loss (beta={c.kl_in_loss}) acts on rows whose advantage is zero; 0 switches it off, and "
+            "`kl.placement: reward` charges it in the advantage"
+        )
     if c.value_loss != 0:
         return f"the value loss (coefficient {c.value_loss}) acts on rows whose advantage is zero"
     if not c.surrogate_vanishes:

@@ -4,6 +4,7 @@ weights within 1e-6 relative; the *movement* (weights minus start) within 2e-5, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +114,29 @@ def one_winner(prompts: list[str], **_: Any) -> list[float]:
     return [1.0 if row == 5 else 0.0 for row in range(len(prompts))]
 
 
+class WinnerTakesAll(GRPOTrainer):
+    """Stock TRL with the one advantage written out: row 5 is its group's winner, 1 above the best of the others (0)."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = torch.tensor([1.0 if row == 5 else 0.0 for row in range(12)])
+        return output
+
+
+def winner_only(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """A rule under which the other rows of the winner's group have advantage 0: r_i − (best of the rest), not below 0."""
+    groups = rewards.view(-1, group_size)
+    first = groups.topk(2, dim=1).values
+    rest = torch.where(groups == first[:, :1], first[:, 1:], first[:, :1])
+    return (groups - rest).clamp(min=0.0).flatten()
+
+
 def test_one_live_row(tiny_folder: Path, tmp_path: Path) -> None:
-    """With group_max a single row carries an advantage; the reference is our own objective without the exact update."""
-    runs = [
-        train(
-            LabTrainer,
-            LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "advantage": "group_max"}, update=update),
-            tiny_folder,
-            rollout=rollout(tiny_folder),
-            reward=one_winner,
-        )
-        for update in (None, "off")
-    ]
-    check_equal(*runs)
-    assert [row["update/live_share"] for row in runs[0].history if "update/live_share" in row] == pytest.approx(
+    config = LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "advantage": winner_only})
+    ours = train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder), reward=one_winner)
+    stock = GRPOConfig(**arguments(tmp_path), **STOCK["dr_grpo"])
+    check_equal(ours, train(WinnerTakesAll, stock, tiny_folder, rollout=rollout(tiny_folder), reward=one_winner))
+    assert [row["update/live_share"] for row in ours.history if "update/live_share" in row] == pytest.approx(
         [1 / 12] * 4
     )
 
@@ -179,25 +189,41 @@ def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Pat
     assert shares[1] == [1.0] * 4
 
 
+@pytest.mark.parametrize("preset", ["dr_grpo", "dapo"])
+@pytest.mark.parametrize("dead_every", [3, 0])
 def test_denominators_counted_after_skipping_would_be_seen(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, dead_every: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test of the test: the classic mistake (mean over the rows that are left) must fail the comparison."""
-    original = exact_update.ExactUpdate._bin_loss
+    """A test of the test: the classic mistake, rows and tokens counted from what the plan kept, must fail the comparison; and it
+    must pass where the plan keeps every row, since only the counting is wrong."""
+    original, plans = exact_update.ExactUpdate._bin_loss, []
+    make_plan = exact_update.ExactUpdate._plan
+
+    def planned(self: Any, table: Any, budget: int) -> Any:
+        plan = make_plan(self, table, budget)
+        rows = [row for rank in plan.bins for rows in rank for row in rows]
+        plans.append((float(len(rows)), table.loss_mask[rows].sum()))
+        return plan
 
     def after_skipping(self: Any, model: Any, rows: Any, denominators: Any) -> Any:
-        batch, loss = original(self, model, rows, denominators)
-        return batch, loss * denominators.rows / (
-            denominators.rows * 7 / 12
-        )  # as if only the live rows had been counted
+        return original(self, model, rows, replace(denominators, rows=plans[-1][0], tokens=plans[-1][1]))
 
-    stock = both(tiny_folder, tmp_path)[1]
+    changes = {"reward": distinct if dead_every == 0 else None}
+    stock = both(tiny_folder, tmp_path, preset, **changes)[1]
+    monkeypatch.setattr(exact_update.ExactUpdate, "_plan", planned)
     monkeypatch.setattr(exact_update.ExactUpdate, "_bin_loss", after_skipping)
-    wrong = train(
-        LabTrainer, LabConfig(**arguments(tmp_path), objective="dr_grpo"), tiny_folder, rollout=rollout(tiny_folder)
-    )
-    with pytest.raises(AssertionError):
+    wrong = both(tiny_folder, tmp_path, preset, **changes)[0]
+    if dead_every == 0:
+        assert {rows for rows, _ in plans} == {12.0}
         check_equal(wrong, stock)
+    else:
+        with pytest.raises(AssertionError):
+            check_equal(wrong, stock)
+
+
+def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """No two rows alike, so that none sits on its group's mean: every row is live."""
+    return [(sum(ids) % 97) / 97 + row * 1e-3 for row, ids in enumerate(completion_ids)]
 
 
 def test_bnpo_is_left_unbinned_and_says_why(
@@ -211,7 +237,9 @@ def test_bnpo_is_left_unbinned_and_says_why(
         GRPOTrainer, GRPOConfig(**arguments(tmp_path), loss_type="bnpo"), tiny_folder, rollout=rollout(tiny_folder)
     )
     check_equal(ours, stock)
-    assert not any("update/live_share" in row for row in ours.history)
+    steps = [row for row in ours.history if "loss" in row]
+    assert [row["update/computed_share"] for row in steps] == [1.0] * 4
+    assert [row["update/live_share"] for row in steps] == [1.0] * 4
     assert "divides by the tokens of its own micro-batch" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +11,37 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer import log_probs
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.update import live_rows
 from parity.harness import arguments, mixed_reward, movement_difference, train
+from tolerance import log_prob_gap
 
 TWICE = {"num_iterations": 2, "max_steps": 2, "loss_type": "dr_grpo", "scale_rewards": "none"}
 
 
 class Recorder:
-    """The first generation batch of a run as the loss gets it, and the positions that no-grad forwards compute."""
+    """The first generation batch of a run as TRL gets it, that batch as the loss left it, and what no-grad forwards compute."""
 
     def __init__(self) -> None:
         self.output: dict[str, Any] = {}
+        self.left: list[dict[str, Any]] = []
         self.positions = 0
 
     def __call__(self, trainer: Any) -> None:
         generate = trainer._generate_and_score_completions
-        model = trainer.model
 
         def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
             if not torch.is_grad_enabled():
                 self.positions += kwargs["input_ids"].numel()
 
         def recorded(inputs: Any) -> dict[str, Any]:
-            handle = model.register_forward_pre_hook(count, with_kwargs=True)
             output = generate(inputs)
-            handle.remove()
             if not self.output:
                 self.output = dict(output)
             return output
 
         trainer._generate_and_score_completions = recorded
+        trainer.model.register_forward_pre_hook(count, with_kwargs=True)
 
 
 def both(tmp_path: Path, model: Path, dead_every: int = 3, **changes: Any) -> tuple[Recorder, Recorder]:
@@ -49,39 +49,58 @@ def both(tmp_path: Path, model: Path, dead_every: int = 3, **changes: Any) -> tu
     for kind, config in ((GRPOTrainer, GRPOConfig), (LabTrainer, LabConfig)):
         recorder = Recorder()
         args = config(**arguments(tmp_path, **{**TWICE, **changes}))
-        train(kind, args, model, reward=mixed_reward(dead_every), prepare=recorder)
+        run = train(kind, args, model, reward=mixed_reward(dead_every), prepare=recorder)
+        recorder.left = run.trainer._buffered_inputs  # two steps: the only batch
         found.append(recorder)
     return found[0], found[1]
+
+
+#: log-probs of about 6 nats over a width of 32, computed twice
+FLOAT32 = log_prob_gap(torch.float32, nats=6.0, width=32)
 
 
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 6, "num_iterations": 1}], ids=["twice", "outlives"])
 def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
     tmp_path: Path, tiny_folder: Path, changes: dict[str, Any]
 ) -> None:
+    """A second pass takes those of the first's forward; micro-batches that wait for a later step get theirs before the update."""
     stock, ours = both(tmp_path, tiny_folder, **changes)
-    mask = ours.output["completion_mask"].bool()
-    live = live_rows(ours.output["advantages"], mask)
-    assert 0 < live.sum() < live.numel(), "dead and live rows, or nothing is shown"
-    theirs, found = stock.output["old_per_token_logps"], ours.output["old_per_token_logps"]
-    assert torch.allclose(found[live][mask[live]], theirs[live][mask[live]], atol=2e-6)
-    assert (found[~live] == 0).all()
-    assert (found[~mask] == 0).all()
-    lengths = (ours.output["prompt_mask"].sum(1) + ours.output["completion_mask"].sum(1))[live]
-    assert ours.positions >= lengths.sum()
-    assert ours.positions < 0.6 * stock.positions
+    lengths = checked = 0
+    for place, (batch, reference) in enumerate(zip(ours.left, stock.left, strict=True)):
+        if changes and place < 3:  # trained on before any update: by the forward's own
+            assert "old_per_token_logps" not in batch
+            continue
+        mask = batch["completion_mask"].bool()
+        assert torch.equal(batch["completion_ids"], reference["completion_ids"])
+        live = live_rows(batch["advantages"], mask)
+        found, theirs = batch["old_per_token_logps"], reference["old_per_token_logps"]
+        assert torch.allclose(found[live][mask[live]], theirs[live][mask[live]], rtol=0, atol=FLOAT32)
+        assert (found[~live] == 0).all()
+        assert (found[~mask] == 0).all()
+        checked += int(live.sum())
+        lengths += int((batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1))[live].sum())
+    assert checked > 0
+    assert any((~live_rows(batch["advantages"], batch["completion_mask"])).any() for batch in ours.left), "a dead row"
+    if changes:
+        assert lengths <= ours.positions < 0.6 * stock.positions
+    else:
+        assert ours.positions == 0, "the first pass has all numbers"
 
 
 def test_with_a_kl_term_all_rows_are_computed_without_padding(tmp_path: Path, tiny_folder: Path) -> None:
     stock, ours = both(tmp_path, tiny_folder, beta=0.1)
     mask = ours.output["completion_mask"].bool()
-    for name in ("old_per_token_logps", "ref_per_token_logps"):
-        assert torch.allclose(ours.output[name][mask], stock.output[name][mask], atol=2e-6), name
-    assert ours.positions < 0.8 * stock.positions  # the policy's; the reference is a model of its own
+    reference = "ref_per_token_logps"
+    assert torch.allclose(ours.output[reference][mask], stock.output[reference][mask], rtol=0, atol=FLOAT32)
+    for batch, theirs in zip(ours.left, stock.left, strict=True):
+        mask, old = batch["completion_mask"].bool(), "old_per_token_logps"
+        assert torch.allclose(batch[old][mask], theirs[old][mask], rtol=0, atol=FLOAT32)
+    assert ours.positions == 0  # the policy's; the reference is a model of its own
 
 
 def test_no_live_row_is_no_trouble(tmp_path: Path, tiny_folder: Path) -> None:
-    _, ours = both(tmp_path, tiny_folder, dead_every=1)
-    assert (ours.output["old_per_token_logps"] == 0).all()
+    _, ours = both(tmp_path, tiny_folder, dead_every=1, steps_per_generation=6, num_iterations=1)
+    assert all((batch["old_per_token_logps"] == 0).all() for batch in ours.left[3:])
     assert ours.positions <= 4, "one stand-in of two tokens at most"
 
 
@@ -96,18 +115,44 @@ def test_a_loss_of_the_teams_own_gets_what_trl_would_give_it(tmp_path: Path, tin
     train(Team, LabConfig(**arguments(tmp_path, **TWICE)), tiny_folder)
 
 
-def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The penalty comes before the advantages, so no row can be left out; bins or TRL's forward, the same rewards."""
+def literal_log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+    """One row alone, in float64: no padding, no bins."""
+    row = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        scores = copy.deepcopy(model).double()(input_ids=row).logits[0].log_softmax(-1)
+    return [float(scores[len(prompt) + t - 1, token]) for t, token in enumerate(completion)]
+
+
+def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path) -> None:
+    """The penalty comes before the advantages, so no row can be left out: of each it is −0.1·Σ_t (log π − log π_ref), row by row
+    from the models themselves."""
+    seen: list[tuple[list[float], list[float]]] = []
+
+    class Team(LabTrainer):
+        def compute_advantages(self, table: Any) -> torch.Tensor:
+            self.column = table.values[:, table.names.index("kl")].tolist()
+            return super().compute_advantages(table)
+
+        def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score(inputs)
+            expected = []
+            for i in range(output["prompt_ids"].size(0)):
+                prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist()
+                completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
+                policy, reference = (literal_log_probs(m, prompt, completion) for m in (self.model, self.ref_model))
+                expected.append(-0.1 * (sum(policy) - sum(reference)))
+            seen.append((self.column, expected))
+            return output
+
     settings = {"objective": "reinforce", "kl": {"estimator": "k1", "coefficient": 0.1, "placement": "reward"}}
-    args = LabConfig(**arguments(tmp_path, max_steps=2, **settings))
-    runs = [train(LabTrainer, args, tiny_folder)]
-    as_trl = log_probs.GenerationForwards(misaligned=False, corrected=False, in_bins=False, put_off=False)
-    monkeypatch.setattr(log_probs.GenerationForwards, "of", staticmethod(lambda trainer: as_trl))
-    runs.append(train(LabTrainer, args, tiny_folder))
-    assert runs[0].losses == pytest.approx(runs[1].losses, abs=1e-6)
-    penalties = [[row["kl/reward_penalty"] for row in run.history if "loss" in row] for run in runs]
-    assert penalties[0] == pytest.approx(penalties[1], abs=1e-6)
-    assert any(abs(p) > 1e-4 for p in penalties[0])
+    args = LabConfig(**arguments(tmp_path, max_steps=2, per_device_train_batch_size=4, **settings))
+    train(Team, args, tiny_folder)
+    assert len(seen) == 2
+    assert max(map(abs, seen[0][1])) == 0.0, "the policy is the reference"
+    assert min(map(abs, seen[1][1])) > 1e-4, "it has moved, on rows of dead groups as well"
+    gap = 0.1 * 30 * FLOAT32  # 30 tokens at most, each off by as much as a log-prob may be
+    for found, expected in seen:
+        assert found == pytest.approx(expected, rel=0, abs=gap)
 
 
 def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder: Path) -> None:

@@ -13,13 +13,21 @@ from transformers import (
     AutoModelForCausalLM,
     BioGptConfig,
     DbrxConfig,
+    Lfm2Config,
+    Mamba2Config,
+    MambaConfig,
     MixtralConfig,
     OPTConfig,
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+    xLSTMConfig,
 )
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
@@ -30,9 +38,10 @@ from grpo_lab.trainer.model_conditions import (
     keeps_positions,
     layer_drop_rate,
     mixes_rows,
+    padding_reaches_state,
     router_noise,
 )
-from parity.harness import arguments, train
+from parity.harness import arguments, movement_difference, train
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -158,12 +167,68 @@ def test_in_training(
         **arguments(tmp_path / "out", max_steps=3, learning_rate=1e-3, router_aux_loss_coef=0.0), objective="dr_grpo"
     )
     run = train(LabTrainer, config, saved(name, tmp_path / "model"))
-    assert sum("update/live_share" in row for row in run.history) == steps_in_bins
+    shares = [row["update/computed_share"] for row in run.history if "loss" in row]
+    assert [share < 1 for share in shares] == [True] * steps_in_bins + [False] * (3 - steps_in_bins)
     assert verdict(run.trainer).stock == verdict(run.trainer).all_rows
     if reason is None:
         assert verdict(run.trainer).stock is None
     else:
         assert caplog.text.count(reason) == 1
+
+
+STATES: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "rwkv": (RwkvConfig(vocab_size=64, context_length=64, hidden_size=32, num_hidden_layers=2), True),
+    "recurrent_gemma": (
+        RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 3}, lru_width=16, head_dim=8, attention_window_size=64),
+        True,
+    ),
+    "xlstm": (xLSTMConfig(vocab_size=64, hidden_size=64, num_heads=2, num_hidden_layers=2), True),
+    "mamba": (MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2), False),
+    "mamba2": (
+        Mamba2Config(vocab_size=64, hidden_size=16, num_heads=4, head_dim=8, state_size=4, n_groups=1, num_hidden_layers=2),
+        False,
+    ),
+    "qwen3_5": (
+        Qwen3_5TextConfig(
+            **{**SIZES, "num_hidden_layers": 4}, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8,
+        ), False,
+    ),
+    "lfm2": (Lfm2Config(**{**SIZES, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]), False),
+    "qwen2": (Qwen2Config(**SIZES), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_runs_through_padding_is_what_the_model_does(name: str) -> None:
+    """The same row with TRL's padding and mask, and with other tokens under the mask: does a real token's log-prob change? In float32 by
+    nothing at all where padding is zeroed or not attended to, and by far more than rounding where a state runs through it."""
+    config, reads = STATES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # a fresh model may forget at once, or have gates of 0
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    mask = torch.tensor([[0] * 4 + [1] * 6])
+    row = torch.randint(3, 64, (1, 10))
+    with torch.no_grad():
+        found = [
+            model(input_ids=row.masked_fill(mask == 0, pad), attention_mask=mask, use_cache=False).logits[:, 4:]
+            for pad in (0, 5)
+        ]
+    assert bool((found[0] - found[1]).abs().max() > 1e-3) is reads
+    assert padding_reaches_state(model) is reads
+
+
+def test_a_recurrent_model_keeps_trls_batches_and_equals_stock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MODELS["rwkv"] = (STATES["rwkv"][0], 0.0, 0.0, 0.0, False)
+    folder = saved("rwkv", tmp_path / "model")
+    settings = arguments(tmp_path / "out", max_steps=2, learning_rate=1e-2)
+    stock = train(GRPOTrainer, GRPOConfig(**settings, loss_type="dr_grpo", scale_rewards="none"), folder)
+    ours = train(LabTrainer, LabConfig(**settings, objective="dr_grpo"), folder)
+    assert movement_difference(ours, stock) <= 1e-4
+    assert caplog.text.count("carries a recurrent state through padding") == 1
 
 
 def test_one_rank_that_drew_decides_for_all() -> None:
