@@ -60,6 +60,7 @@ class Case:
 
 
 OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+TWO_STEPS = {"steps_per_generation": 6}
 CASES = [
     *(Case(name, SPLIT, {"objective": name}) for name in OBJECTIVES if name != "cispo"),
     Case("cispo", SPLIT, {"objective": "cispo", "epsilon_high": 3.0}),
@@ -79,11 +80,17 @@ CASES = [
         Case(
             f"two-steps-a-generation-{update}",
             SPLIT,
-            {"objective": "dr_grpo", "steps_per_generation": 6, "update": update},
+            {"objective": "dr_grpo", **TWO_STEPS, "update": update},
             exact=update == "exact",
             per_world=True,
         )
         for update in ("exact", "off")
+    ),
+    Case(
+        "two-steps-a-generation-stock",
+        SPLIT,
+        {**TWO_STEPS, "loss_type": "dr_grpo", "scale_rewards": "none"},
+        stock=True,
     ),
     Case("trl-settings", SPLIT, {"loss_type": "grpo"}, exact=False),
     Case("group-split", SPLIT, {"objective": "dr_grpo"}, reward="group"),

@@ -61,11 +61,13 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     processes: int, worlds: dict[int, World], tiny_folder: Path
 ) -> None:
     """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be compared."""
-    names = [f"two-steps-a-generation-{update}" for update in ("exact", "off")]
-    exact, off = (worlds[processes].weights(name) for name in names)
-    assert relative_difference(exact, off) <= 1e-6
-    assert relative_difference(worlds[1].weights(names[0]), off) > 1e-5, "then it could join the cases above"
-    assert all("update/tokens_computed" in row for row in worlds[processes].steps(names[0]))
+    names = [f"two-steps-a-generation-{update}" for update in ("exact", "off", "stock")]
+    exact, off, stock = (worlds[processes].weights(name) for name in names)
+    assert relative_difference(exact, stock) <= 1e-6, "stock TRL in the same world"
+    assert relative_difference(off, stock) <= 1e-6
+    assert relative_difference(worlds[1].weights(names[0]), stock) > 1e-5, "then it could join the cases above"
+    assert all(row["update/computed_share"] < 1 for row in worlds[processes].steps(names[0]))
+    assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
 
 
 @cases
@@ -126,4 +128,4 @@ def test_rows_move_between_ranks_only_when_the_update_is_exact(processes: int, w
     """The exact update computes fewer tokens than stock on the same batch, in the sum over ranks."""
     for row in worlds[processes].steps("dr_grpo"):
         assert row["update/tokens_computed"] < row["update/tokens_stock"]
-    assert all("update/tokens_computed" not in row for row in worlds[processes].steps("dr_grpo-off"))
+    assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps("dr_grpo-off"))

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab.testing.rollouts import ScriptedRollout
+from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)
 
@@ -117,6 +118,13 @@ def movement_difference(ours: Run, stock: Run) -> float:
         difference += (ours.weights[name].double() - value.double()).square().sum().item()
         moved += (value.double() - stock.start[name].double()).square().sum().item()
     return (difference / max(moved, 1e-300)) ** 0.5
+
+
+def movement_bound(stock: Run) -> float:
+    """What rounding alone may make of ``movement_difference`` in float32, from the run's own sizes and number of steps."""
+    weights = sum(value.double().square().sum().item() for value in stock.weights.values()) ** 0.5
+    moved = sum((stock.weights[n].double() - v.double()).square().sum().item() for n, v in stock.start.items()) ** 0.5
+    return movement_gap(torch.float32, weights, max(moved, 1e-300), steps=max(len(stock.losses), 1))
 
 
 def weight_difference(ours: Run, stock: Run) -> float:

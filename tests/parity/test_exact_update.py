@@ -1,6 +1,5 @@
-"""The exact update gives stock's weights whatever the shape of the step. Tolerances, float32, four SGD steps of size 0.5:
-weights within 1e-6 relative; the *movement* (weights minus start) within 2e-5, since rounding in another order of summation
-(1e-7 per step) is multiplied as large steps go on."""
+"""The exact update gives stock's weights whatever the shape of the step: losses and movement (weights minus start) within what
+float32 allows for sums in another order (``tolerance.py``)."""
 
 from __future__ import annotations
 
@@ -16,9 +15,13 @@ from trl.trainer import grpo_trainer
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer import exact_update
-from parity.harness import LENGTHS, Run, arguments, movement_difference, train, weight_difference
+from parity.harness import LENGTHS, Run, arguments, movement_bound, movement_difference, train, weight_difference
+from tolerance import loss_gap, two_walks
 
-WEIGHTS, MOVEMENT, FLOAT64 = 1e-6, 2e-5, 1e-6
+#: TRL's head rounds log-probs to float32 in a float64 model: once, and not in a sum
+FLOAT64 = 6.0 * two_walks(torch.float32, 4)
+#: terms of size 1 (|Â| ≤ 1, ratios near it), at most 12 rows of 30 tokens in four steps
+LOSS = loss_gap(torch.float32, terms=1.0, additions=12 * 30, steps=4)
 STOCK = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
@@ -53,9 +56,8 @@ def both(
 
 
 def check_equal(ours: Run, stock: Run) -> None:
-    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
-    assert weight_difference(ours, stock) < WEIGHTS
-    assert movement_difference(ours, stock) < MOVEMENT
+    assert ours.losses == pytest.approx(stock.losses, rel=LOSS, abs=0.1 * LOSS)
+    assert movement_difference(ours, stock) <= movement_bound(stock)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,12 +102,18 @@ def dead_after_first(number: list[int], completion_ids: list[list[int]], trainer
     return [1.0 if trainer_state.global_step else float(sum(ids) % 3) for ids in completion_ids]
 
 
+def adamw_gap(stock: Run) -> float:
+    """AdamW's first step is g / (|g| + 1e-8): off by 1e-8 · δ / |g|² where a gradient g is off by δ, so rounding counts only where |g| is
+    near 1e-8, which is what the movement's own bound holds once more."""
+    return 2 * movement_bound(stock)
+
+
 def test_no_live_row_still_steps_as_stock(tiny_folder: Path, tmp_path: Path) -> None:
     """Momentum and weight decay go on moving the weights on zero gradients; skipping the optimizer would not."""
     changes = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
     ours, stock = both(tiny_folder, tmp_path, reward=dead_after_first, **changes)
     assert ours.grad_norms[1:] == [0.0] * 3
-    assert movement_difference(ours, stock) < 1e-3  # AdamW divides by |g|, which blows up rounding in the first step
+    assert movement_difference(ours, stock) <= adamw_gap(stock)
     only_first = both(tiny_folder, tmp_path, reward=dead_after_first, max_steps=1, **changes)[0]
     assert weight_difference(ours, only_first) > 1e-3
 
@@ -166,7 +174,7 @@ def test_lora(tiny_folder: Path, tmp_path: Path) -> None:
         rollout=rollout(tiny_folder),
         peft_config=lora(),
     )
-    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
+    assert ours.losses == pytest.approx(stock.losses, rel=LOSS, abs=0.1 * LOSS)
     assert set(ours.weights) == set(stock.weights)
     for name, value in stock.weights.items():
         assert torch.allclose(ours.weights[name], value, rtol=1e-5, atol=1e-7), name
@@ -279,7 +287,7 @@ def test_the_order_of_rows_does_not_matter(
     for order in (lambda batch: batch, reversed_rows):
         monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", order)
         found.append(both(tiny_folder, tmp_path, preset)[0])
-    assert movement_difference(*found) < MOVEMENT
+    assert movement_difference(*found) <= movement_bound(found[0])
 
 
 def reversed_rows(batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""That the exact update is off, why, what it costs and what to change: a plain script sees it, the log and the record hold it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.evaluation.report import summary_groups
+from parity.harness import Run, arguments, train
+
+METRICS = {
+    f"update/{name}" for name in ("live_share", "padding_share", "tokens_computed", "tokens_stock", "computed_share")
+}
+OFF = {"entropy bonus": {"entropy_coef": 0.01}, "bnpo": {"objective": "bnpo"}}
+
+
+def run_with(folder: Path, model: Path, **changes: Any) -> Run:
+    return train(LabTrainer, LabConfig(**{**arguments(folder, max_steps=2), "objective": "dr_grpo", **changes}), model)
+
+
+@pytest.mark.parametrize(("changes", "setting"), [(OFF["bnpo"], "loss_type='dapo'"), ({"beta": 0.04}, "beta=0.04")])
+def test_one_warning_names_the_price_and_the_setting(
+    changes: dict[str, Any], setting: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with(tmp_path, tiny_folder, **changes)
+    free = run_with(tmp_path, tiny_folder)
+    (line,) = (r for r in caplog.records if r.getMessage().startswith("exact update"))
+    assert line.levelno == logging.WARNING
+    assert setting in line.getMessage()
+    steps, plain = ([row for row in r.history if "loss" in row] for r in (run, free))
+    assert all(set(row) >= METRICS for row in (*steps, *plain))
+    computed, needed = steps[0]["update/tokens_computed"], plain[0]["update/tokens_computed"]
+    assert computed > needed
+    assert f"{computed:.0f} tokens where live rows in bins have {needed:.0f}" in line.getMessage()
+    assert f"{computed / needed:.1f} times" in line.getMessage()
+    told = run.trainer.exact_update.described()
+    assert told["because"] in line.getMessage()
+    assert (told["first_step_tokens"], told["first_step_tokens_live_in_bins"]) == (computed, needed)
+    assert free.trainer.exact_update.described()["rows"] == "live only"
+    report = next(group for group in summary_groups({"exact_update": told}) if group.name == "exact update")
+    assert ("because", told["because"]) in report.entries
+
+
+def test_what_was_asked_for_is_no_warning(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = run_with(tmp_path, tiny_folder, update="off")
+    assert not [r for r in caplog.records if r.getMessage().startswith("exact update") and r.levelno > logging.INFO]
+    steps = [row for row in run.history if "loss" in row]
+    assert all(row["update/tokens_computed"] == row["update/tokens_stock"] > 0 for row in steps)
+    assert run.trainer.exact_update.described()["because"] == "update is 'off'"
+
+
+def test_a_loss_of_the_teams_own_is_named(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Team(LabTrainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    run = train(Team, LabConfig(**arguments(tmp_path, max_steps=1), objective="dr_grpo"), tiny_folder)
+    assert "Team._compute_loss" in caplog.text
+    assert set(run.history[0]) >= METRICS
+
+
+def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
+    """No logging is set up: Python's last resort prints warnings on stderr, and nothing below."""
+    script = (
+        "import sys; from pathlib import Path; from grpo_lab import LabConfig, LabTrainer; from parity.harness import arguments, train\n"
+        "train(LabTrainer, LabConfig(**arguments(Path(sys.argv[2]), max_steps=1), objective='bnpo'), Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_folder), str(tmp_path)],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1], check=True,
+    )  # fmt: skip
+    assert done.stderr.count("exact update: micro-batches stay as TRL cut them") == 1
