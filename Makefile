@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train test test-fast lint types format bench bench-update bench-rollouts clean
+.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format bench bench-update bench-rollouts clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,18 @@ test: setup lint types  ## lint, types and the whole suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm -rs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not vllm" --durations=15
+	$(MAKE) test-numeric
+
+# Another CPU adds in another order. torch's kernels for older ones are on every x86 machine; elsewhere the setting changes nothing.
+NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py tests/conformance \
+	$(addprefix tests/parity/test_,presets.py exact_update.py bf16.py log_probs_at_generation.py position_limit.py) \
+	$(addprefix tests/unit/test_,advantages.py aggregation.py kl.py masked.py objective.py ratios.py surrogates.py update_plan_exact.py)
+
+test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part of `make test`)
+	for kernels in default avx2; do \
+	  echo "ATEN_CPU_CAPABILITY=$$kernels"; \
+	  ATEN_CPU_CAPABILITY=$$kernels OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow" $(NUMERIC) || exit 1; \
+	done
 
 test-fast: setup  ## the part of the suite that takes under two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not vllm"

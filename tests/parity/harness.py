@@ -127,6 +127,13 @@ def movement_bound(stock: Run) -> float:
     return movement_gap(torch.float32, weights, max(moved, 1e-300), steps=max(len(stock.losses), 1))
 
 
+def adamw_bound(stock: Run) -> float:
+    """The same under AdamW, whose step is g / (√v + 1e-8) and so of one size for every weight: a gradient that is off by δ moves its
+    weight by up to δ / |g| of a step, which is more than the relative error of the whole where |g| is small. Gradients spread over
+    some decades; the ones of a tenth of the typical size or less are a tenth of the weights, so the norm grows by about √10."""
+    return 10**0.5 * movement_bound(stock)
+
+
 def weight_difference(ours: Run, stock: Run) -> float:
     """‖w_ours − w_stock‖ / ‖w_stock‖ over all weights."""
     difference = size = 0.0
