@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: sampling settings of either engine that would override the length limit of a phase, or end it for another reason
 _LIMITS = ("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop", "stop_token_ids", "n")
+_LIMITS += ("repetition_detection", "max_time")
 
 
 def check_budget(budget: Any, text: Any) -> None:
