@@ -137,7 +137,9 @@ _TRANSFORMERS: dict[str, Refused | None] = {
     **dict.fromkeys(("max_matching_ngram_size",)),
     "do_sample": Refused("greedy completions of a group are all equal, and no group can teach anything", (True, None)),
     "num_return_sequences": Refused("the number of completions of a prompt is `num_generations`", (1, None)),
-    "max_length": Refused("TRL sets `max_new_tokens`, beside which it is ignored; set `max_completion_length`", (None,)),
+    "max_length": Refused(
+        "TRL sets `max_new_tokens`, beside which it is ignored; set `max_completion_length`", (None,)
+    ),
     "stop_strings": Refused("it needs a tokenizer, which TRL does not hand over", (None,)),
     "eos_token_id": Refused(
         "generation would end at one token, and the trainer take another for the end of a completion (padding is then "

@@ -98,7 +98,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     else:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
-    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed)]
+    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed or 0)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -283,7 +283,9 @@ def server_errors(base_url: str) -> Iterator[None]:
     ) as error:
         state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
         limit = (
-            " (limit: `rollout.server.request_timeout`)" if isinstance(error, requests.exceptions.ReadTimeout) else ""
+            " (limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations)"
+            if isinstance(error, requests.exceptions.ReadTimeout)
+            else ""
         )
         raise ServerGone(
             f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "

@@ -8,6 +8,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from grpo_lab.trainer.prompt_fit import PromptTooLong
+
 
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any
@@ -80,23 +82,23 @@ def check_prompt_lengths(
     Args:
         lengths: tokens of each prompt.
         config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
-        limit: a smaller context that the engine was given (``vllm_max_model_length``).
+        limit: a smaller context that the vLLM engine was given.
 
     Returns:
         A sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after it.
 
     Raises:
-        ValueError: a prompt fills the context.
+        PromptTooLong: a ``ValueError``; a prompt fills the context.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [(getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model")]
-    found.append((limit, "`vllm_max_model_length`"))
+    found.append((limit, "of the vLLM engine"))
     context, setting = min(((n, name) for n, name in found if n), default=(None, ""))
     longest = max(lengths, default=0)
     if context is None or longest + max_completion_length <= context:
         return None
     if longest >= context:
-        raise ValueError(
+        raise PromptTooLong(
             f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
             f"of at most {context - 1} tokens, and with `max_completion_length`={max_completion_length} better at most "
             f"{max(context - max_completion_length, 1)}: filter or shorten them in `train_dataset`"

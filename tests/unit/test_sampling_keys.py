@@ -43,9 +43,7 @@ def test_a_key_that_makes_wrong_numbers_is_refused_by_name(
     engine: dict[str, Any], correction: bool, key: str, value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"`generation_kwargs\.{key}`"):
-        config(
-            tmp_path, **engine, vllm_importance_sampling_correction=correction, generation_kwargs={key: value}
-        )
+        config(tmp_path, **engine, vllm_importance_sampling_correction=correction, generation_kwargs={key: value})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,9 @@ def test_what_is_right_stays_allowed(tmp_path: Path) -> None:
         config(tmp_path, **engine, generation_kwargs={"seed": None, "logprobs": 0})
     config(tmp_path, generation_kwargs={"min_new_tokens": 3, "num_beams": 2, "suppress_tokens": [4]})
     config(tmp_path, generation_kwargs={"max_new_tokens": 8})  # drop-in: TRL's own loss counts by masks
-    LabConfig(str(tmp_path), use_cpu=True, bf16=False, max_completion_length=None, **VLLM, generation_kwargs={"max_tokens": 8})
+    LabConfig(
+        str(tmp_path), use_cpu=True, bf16=False, max_completion_length=None, **VLLM, generation_kwargs={"max_tokens": 8}
+    )
 
 
 def test_two_lengths_beside_an_objective_are_refused_on_transformers(tmp_path: Path) -> None:
