@@ -75,7 +75,7 @@ def check_columns(reward: Any, columns: list[str]) -> None:
 
 
 def check_prompt_lengths(
-    lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None
+    lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None, prompts: Any = None
 ) -> str | None:
     """Prompts must leave room for a completion in the model's context.
 
@@ -83,6 +83,7 @@ def check_prompt_lengths(
         lengths: tokens of each prompt.
         config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
         limit: a smaller context that the vLLM engine was given.
+        prompts: the prompts themselves, to name the one that is too long.
 
     Returns:
         A sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after it.
@@ -98,8 +99,9 @@ def check_prompt_lengths(
     if context is None or longest + max_completion_length <= context:
         return None
     if longest >= context:
+        begins = "" if prompts is None else f" (it begins {_text(prompts[lengths.index(longest)])[:120]!r})"
         raise PromptTooLong(
-            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
+            f"a prompt of {longest} tokens{begins} leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
             f"of at most {context - 1} tokens, and with `max_completion_length`={max_completion_length} better at most "
             f"{max(context - max_completion_length, 1)}: filter or shorten them in `train_dataset`"
         )
@@ -107,3 +109,8 @@ def check_prompt_lengths(
         f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion may run "
         f"beyond the context of {context} tokens ({setting})"
     )
+
+
+def _text(prompt: Any) -> str:
+    """A prompt's words: a text itself, or the last message of a conversation."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))

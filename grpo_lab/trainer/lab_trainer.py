@@ -182,7 +182,7 @@ class LabTrainer(GRPOTrainer):
         ids, images, fields = super()._tokenize_prompts(prompts)
         limit = self.vllm_generation.context if self.use_vllm else None
         config = self.accelerator.unwrap_model(self.model).config
-        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
+        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit, prompts)
         if risk is not None:
             self.say(risk, key="context", level=logging.WARNING)
         return ids, images, fields

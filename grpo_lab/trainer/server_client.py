@@ -180,8 +180,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the server's weights."""
-        name = str(self.info["model_config"]["dtype"]).removeprefix("torch.")
-        return getattr(torch, name)  # type: ignore[no-any-return]
+        return getattr(torch, str(self.info["model_config"]["dtype"]).removeprefix("torch."))  # type: ignore[no-any-return]
 
     @property
     def has_worker(self) -> bool:
