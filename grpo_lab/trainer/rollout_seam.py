@@ -228,8 +228,8 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        gap = (logs or {}).get(LOGP_DIFFERENCE)
         trainer = self.proof.trainer
+        gap = server_seam.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
         limit = GAP_FACTOR * self.proof.tolerance(
             _training_dtype(trainer, trainer.accelerator.unwrap_model(trainer.model))
         )

@@ -166,10 +166,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             with server_errors(self.base_url):
                 return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
 
-        what = "completions"
         body = arguments.get("json", {})
-        if isinstance(body.get("prompt"), list):
-            what = f"{len(body['prompt']) * body.get('n', 1)} completions of {len(body['prompt'])} prompts"
+        several = isinstance(body.get("prompt"), list)
+        what = (
+            f"{len(body['prompt']) * body.get('n', 1)} completions of {len(body['prompt'])} prompts"
+            if several
+            else "one"
+        )
         return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
 
     def get_server_info(self) -> dict[str, Any]:
@@ -193,7 +196,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return int(self.info["model_config"]["max_model_len"])
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """POST JSON to a path of the server → its answer; ``ServerGone`` where there is none."""
+        """POST JSON to a path of the server → its answer, or ``ServerGone``."""
         return post_json(self.session, self.base_url, path, body)
 
     # -- weights -----------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_ctrl_c_while_waiting_for_the_server_keeps_a_checkpoint(server: str, mod
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(
-            KeyboardInterrupt, match="interrupted after step 2; a checkpoint was written to .*checkpoint-2"
+            KeyboardInterrupt, match=r"interrupted after step 2; a checkpoint was written to .*checkpoint-2"
         ):
             trainer.train()
     finally:
