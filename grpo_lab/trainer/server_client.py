@@ -167,12 +167,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                 return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
 
         body = arguments.get("json", {})
-        several = isinstance(body.get("prompt"), list)
-        what = (
-            f"{len(body['prompt']) * body.get('n', 1)} completions of {len(body['prompt'])} prompts"
-            if several
-            else "one"
-        )
+        rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
         return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
 
     def get_server_info(self) -> dict[str, Any]:
