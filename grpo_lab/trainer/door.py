@@ -8,8 +8,6 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from grpo_lab.trainer.prompt_fit import PromptTooLong
-
 
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any
@@ -75,33 +73,31 @@ def check_columns(reward: Any, columns: list[str]) -> None:
 
 
 def check_prompt_lengths(
-    lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None, prompts: Any = None
+    lengths: list[int], config: Any, max_completion_length: int, limit: int | None = None
 ) -> str | None:
     """Prompts must leave room for a completion in the model's context.
 
     Args:
         lengths: tokens of each prompt.
         config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
-        limit: a smaller context that the vLLM engine was given.
-        prompts: the prompts themselves, to name the one that is too long.
+        limit: a smaller context that the engine was given (``vllm_max_model_length``).
 
     Returns:
         A sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after it.
 
     Raises:
-        PromptTooLong: a ``ValueError``; a prompt fills the context.
+        ValueError: a prompt fills the context.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [(getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model")]
-    found.append((limit, "of the vLLM engine"))
+    found.append((limit, "`vllm_max_model_length`"))
     context, setting = min(((n, name) for n, name in found if n), default=(None, ""))
     longest = max(lengths, default=0)
     if context is None or longest + max_completion_length <= context:
         return None
     if longest >= context:
-        begins = "" if prompts is None else f" (it begins {_text(prompts[lengths.index(longest)])[:120]!r})"
-        raise PromptTooLong(
-            f"a prompt of {longest} tokens{begins} leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
+        raise ValueError(
+            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
             f"of at most {context - 1} tokens, and with `max_completion_length`={max_completion_length} better at most "
             f"{max(context - max_completion_length, 1)}: filter or shorten them in `train_dataset`"
         )
@@ -109,8 +105,3 @@ def check_prompt_lengths(
         f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion may run "
         f"beyond the context of {context} tokens ({setting})"
     )
-
-
-def _text(prompt: Any) -> str:
-    """A prompt's words: a text itself, or the last message of a conversation."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))

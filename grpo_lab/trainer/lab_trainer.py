@@ -30,7 +30,7 @@ from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
-from grpo_lab.trainer.prompt_fit import check_training_prompts
+from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
 from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
 from grpo_lab.trainer.reward_table import (
     Scored,
@@ -180,9 +180,11 @@ class LabTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
-        limit = self.vllm_generation.context if self.use_vllm else None
+        if self.use_vllm:
+            refuse_long(ids, self.vllm_generation.context, 1, self._tokenizer.decode)
+        limit = self.args.vllm_max_model_length if self.use_vllm else None
         config = self.accelerator.unwrap_model(self.model).config
-        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit, prompts)
+        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
         if risk is not None:
             self.say(risk, key="context", level=logging.WARNING)
         return ids, images, fields
