@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from grpo_lab.trainer.thinking_seam import ThinkingRollout
+
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
@@ -56,7 +58,8 @@ def check_training_prompts(trainer: LabTrainer) -> None:
     """
     from grpo_lab.trainer.lab_trainer import LabTrainer as Ours
 
-    if not trainer.use_vllm or trainer.environment_factories is not None or trainer.rollout_func is not None:
+    own_rollout = trainer.rollout_func is not None and not isinstance(trainer.rollout_func, ThinkingRollout)
+    if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout:
         return
     if type(trainer)._tokenize_prompts is not Ours._tokenize_prompts:
         return
