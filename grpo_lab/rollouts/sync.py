@@ -92,10 +92,10 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
         runner.reload_weights(weights_iterator=stream())
     except BaseException as error:
         put_back(model, runner)
-        if not isinstance(error, AssertionError):
+        if not isinstance(error, (AssertionError, RuntimeError)):
             raise
-        raise WeightSyncError(  # vLLM's own check of shapes, which says nothing
-            f"the engine could not load {last[0]} of shape {list(last[1])}: its own has another"
+        raise WeightSyncError(  # vLLM's own checks of shapes say little or nothing
+            f"the engine could not load {last[0]} of shape {list(last[1])}: {type(error).__name__} {error}".rstrip()
         ) from error
     missing = missing_tensors(model, brought)
     if missing:
