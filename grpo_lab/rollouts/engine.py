@@ -45,7 +45,7 @@ class EngineOptions:
     block_size       tokens per KV page, the unit in which prompts are shared. On a CPU the default is 32
     prefix_caching   share the pages of equal prompt beginnings
     enforce_eager    no compilation. On a CPU the default is True
-    seed             seed of the sampler; rank r of a run uses `seed + 100003 * r`
+    seed             seed of the sampler (None: the run's, else 0); rank r of a run uses `seed + 100003 * r`
     """
 
     dtype: str = "auto"
@@ -54,7 +54,7 @@ class EngineOptions:
     block_size: int | None = None
     prefix_caching: bool = True
     enforce_eager: bool | None = None
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ENGINE_DTYPES:
@@ -137,7 +137,9 @@ def runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def engine_factory(options: EngineOptions, *, trainer_dtype: torch.dtype | None = None) -> Callable[..., GroupedEngine]:
+def engine_factory(
+    options: EngineOptions, *, trainer_dtype: torch.dtype | None = None, run_seed: int = 0
+) -> Callable[..., GroupedEngine]:
     """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top.
 
     The caller's `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`).
@@ -148,7 +150,7 @@ def engine_factory(options: EngineOptions, *, trainer_dtype: torch.dtype | None 
             from vllm import LLM
 
             ours = options.llm_arguments(on_cpu=runs_on_cpu(), trainer_dtype=trainer_dtype)
-            seed = rank_seed(options.seed, int(arguments.get("seed") or 0))
+            seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
             llm = LLM(**{**arguments, **ours, "seed": seed})
         refuse_unsupported_heads(llm)
         return GroupedEngine(llm)

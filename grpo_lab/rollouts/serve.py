@@ -17,6 +17,12 @@ from typing import Any
 from grpo_lab.rollouts.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
 from grpo_lab.rollouts.server import HOST, Server, ServerGone, ServerOptions
 
+#: what a folder must hold to be served → files of which it needs one
+NEEDED = {
+    "config": ("config.json",),
+    "weights": ("*.safetensors", "*.bin", "*.gguf"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
+}
 SURE_HEADS = (32, 64, 128, 256)  # not asked for: the import costs ten seconds
 
 
@@ -90,6 +96,28 @@ def head_size(model: str) -> int | None:
     return None
 
 
+def refuse_no_model(model: str) -> None:
+    """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback.
+
+    A folder must hold a config, weights and a tokenizer; a hub name is asked for its config.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        for what, patterns in NEEDED.items():
+            if not any(next(folder.glob(pattern), None) for pattern in patterns):
+                raise ValueError(f"--model {model}: the folder holds no {what} ({' or '.join(patterns)})")
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"--model {model}: no such folder; give a folder of a saved model, or a hub name 'owner/name'")
+    from transformers.utils import cached_file
+
+    try:
+        cached_file(model, "config.json")
+    except OSError as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"--model {model}: no such folder, and no config.json of it on the hub ({why})") from error
+
+
 def refuse_unsupported_model(model: str) -> None:
     """ValueError for a head size that the CPU build has no kernel for: the server would start, and die at its first token."""
     size = head_size(model)
@@ -104,6 +132,7 @@ def refuse_unsupported_model(model: str) -> None:
 
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in time."""
+    refuse_no_model(options.model)
     refuse_taken_port(options.port, options.host)
     if runs_on_cpu():
         refuse_unsupported_model(options.model)

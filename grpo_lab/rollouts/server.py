@@ -31,6 +31,7 @@ from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = 10.0
+LIMITS = "limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations"
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
 
 
@@ -98,7 +99,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     else:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
-    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed)]
+    command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed or 0)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -282,9 +283,7 @@ def server_errors(base_url: str) -> Iterator[None]:
         requests.exceptions.Timeout,
     ) as error:
         state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
-        limit = (
-            " (limit: `rollout.server.request_timeout`)" if isinstance(error, requests.exceptions.ReadTimeout) else ""
-        )
+        limit = f" ({LIMITS})" if isinstance(error, requests.exceptions.ReadTimeout) else ""
         raise ServerGone(
             f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
             f"retries ({type(error).__name__}: {error}); it {state}{limit}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from typing import Any
 
-from grpo_lab.rollouts.weight_files import read_shards, trusted_folder
+from grpo_lab.rollouts.claim import lives, same_run
+from grpo_lab.rollouts.weight_files import read_shards, shard_shapes, trusted_folder
 
 
 class WeightLoading:
@@ -21,11 +23,12 @@ class WeightLoading:
         """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version} or {error}."""
         from vllm.config import set_current_vllm_config
 
-        from grpo_lab.rollouts.sync import load_into_runner
+        from grpo_lab.rollouts.sync import load_into_runner, refuse_stream
 
         worker: Any = self
-        worker.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
         try:
+            refuse_stream(worker.model_runner.get_model(), shard_shapes(trusted_folder(folder)), ranks=_ranks(worker))
+            worker.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
             with set_current_vllm_config(worker.vllm_config):
                 report = load_into_runner(worker.model_runner, read_shards(trusted_folder(folder)))
         except Exception as error:
@@ -39,6 +42,38 @@ class WeightLoading:
             return {"sees": trusted_folder(folder).is_dir()}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
+
+    def grpo_lab_describe(self) -> dict[str, Any]:
+        """What a trainer compares with its own before it sends anything (`model_identity`), or {error}."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        from grpo_lab.rollouts.model_identity import describe_tokenizer, end_ids, plain_config
+
+        config = self.vllm_config.model_config  # type: ignore[attr-defined]
+        try:
+            tokenizer: Any = cached_tokenizer_from_config(config)
+            declared = config.try_get_generation_config().get("eos_token_id")
+            ends = end_ids(declared, tokenizer.eos_token_id)
+            return {**describe_tokenizer(tokenizer), "end_ids": ends, "config": plain_config(config.hf_config)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def grpo_lab_claim(self, owner: dict[str, Any]) -> dict[str, Any]:
+        """Take this worker for a run -> {} or, where another run that still lives has it, {owner, seconds}."""
+        worker: Any = self
+        current = getattr(worker, "grpo_lab_owner", None)
+        if current is not None and not same_run(current[0], owner) and lives(*current):
+            return {"owner": current[0], "seconds": time.monotonic() - current[1]}
+        worker.grpo_lab_owner = (owner, time.monotonic())
+        return {}
+
+    def grpo_lab_release(self, owner: dict[str, Any]) -> dict[str, Any]:
+        """Give this worker back, if it is this run's."""
+        worker: Any = self
+        current = getattr(worker, "grpo_lab_owner", None)
+        if current is not None and same_run(current[0], owner):
+            worker.grpo_lab_owner = None
+        return {}
 
     def grpo_lab_weights_version(self) -> dict[str, Any]:
         """The version of the last complete load, "" for a worker that has its weights from the disk."""
@@ -54,3 +89,9 @@ class WeightLoading:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
+
+
+def _ranks(worker: Any) -> int:
+    """Over how many workers one copy of the model is cut."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)

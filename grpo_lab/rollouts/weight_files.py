@@ -50,6 +50,17 @@ def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a folder, from the files' headers."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return shapes
+
+
 def trusted_folder(name: str) -> Path:
     """The folder named by a trainer; ValueError for any that `WeightCourier` would not have made."""
     folder = Path(name).resolve()
@@ -89,6 +100,7 @@ class WeightCourier:
         Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
         """
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
+        self._version = ""  # a push that fails leaves the server with weights that are no longer the trainer's
         try:
             tensors = write_shards(named_params, folder)
             self._pushes += 1
@@ -128,11 +140,18 @@ class WeightCourier:
         return sorted(found, key=lambda entry: -entry["relative"])
 
     def _call(self, method: str, **arguments: str) -> list[dict[str, Any]]:
-        answer = self._post("/collective_rpc", {"method": method, "kwargs": arguments})
-        results = answer.get("results") or []
-        if not results or not all(isinstance(result, dict) for result in results):
-            raise WeightSyncError(
-                f"the server does not know {method}: start it with `--worker-extension-cls "
-                f"grpo_lab.rollouts.server_worker.WeightLoading` (answer: {answer})"
-            )
-        return list(results)
+        return worker_reports(self._post, method, **arguments)
+
+
+def worker_reports(
+    post: Callable[[str, Mapping[str, Any]], Any], method: str, **arguments: Any
+) -> list[dict[str, Any]]:
+    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where they do not know it."""
+    answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
+    results = answer.get("results") or []
+    if not results or not all(isinstance(result, dict) for result in results):
+        raise WeightSyncError(
+            f"the server does not know {method}: start it with `--worker-extension-cls "
+            f"grpo_lab.rollouts.server_worker.WeightLoading` (answer: {answer})"
+        )
+    return list(results)

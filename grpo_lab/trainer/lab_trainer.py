@@ -22,6 +22,7 @@ from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.interrupt import KeptOnInterrupt
 from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
@@ -29,6 +30,7 @@ from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
+from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
 from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
 from grpo_lab.trainer.reward_table import (
     Scored,
@@ -103,7 +105,7 @@ class LabTrainer(GRPOTrainer):
         check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
         train_dataset = with_row_numbers(sampling, train_dataset, reward_funcs)
-        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout)):
+        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout, args)):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -124,6 +126,8 @@ class LabTrainer(GRPOTrainer):
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
         self._sync_proof = SyncProof(self, rollout)
+        self.keeps_on_interrupt = KeptOnInterrupt(self)
+        self.add_callback(self.keeps_on_interrupt)
         self._weight_schedules = WeightSchedules(self, reward_schedules(args.reward_schedules))
         self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
         if self._optimizer_reset is not None:
@@ -132,6 +136,9 @@ class LabTrainer(GRPOTrainer):
         self._generation_buffer = GenerationBuffer(self)
         self.add_callback(self._generation_buffer)
         check_kl_in_reward(self)
+        if self.use_vllm:
+            self.vllm_generation.waiting = self.keeps_on_interrupt.wait
+            check_training_prompts(self)
         self._prove()
 
     @classmethod
@@ -173,6 +180,8 @@ class LabTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
+        if self.use_vllm:
+            refuse_long(ids, self.vllm_generation.context, 1, self._tokenizer.decode)
         limit = self.args.vllm_max_model_length if self.use_vllm else None
         config = self.accelerator.unwrap_model(self.model).config
         risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)

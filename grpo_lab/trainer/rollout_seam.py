@@ -7,19 +7,24 @@ its weights (the CPU build), pushes weights in a way that reaches all of them. O
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
 from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory
 from grpo_lab.rollouts.proof import prove_sync, tolerance_for
 from grpo_lab.rollouts.sync import needs_repair, push_weights
 from grpo_lab.trainer import server_seam
+from grpo_lab.trainer.prompt_fit import refuse_long
+from grpo_lab.trainer.server_check import release
 from grpo_lab.trainer.server_client import ServerSettings
 from grpo_lab.trainer.settings import refuse_unknown
 from grpo_lab.trainer.thinking_seam import check_budget
@@ -30,6 +35,13 @@ if TYPE_CHECKING:
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
+#: steps without a proof from which on a run says so
+MANY_STEPS = 100
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+#: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
+GAP_FACTOR = 3.0
+#: proofs that such a difference may ask for in a run
+DOUBTS = 3
 
 
 @dataclass(frozen=True)
@@ -93,18 +105,23 @@ def rollout_settings(written: Any, use_vllm: bool, vllm_mode: str = "colocate") 
     return RolloutSettings(**written)
 
 
-def engine_class(settings: RolloutSettings) -> Any:
-    """``VLLMGeneration`` with our options and, where it is needed, our sync."""
+def engine_class(settings: RolloutSettings, args: Any) -> Any:
+    """``VLLMGeneration`` with our options and, where it is needed, our sync. ``args``: the run's configuration."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
+        #: context in which a wait for a server may be broken off, set once the trainer is built
+        waiting: Any = staticmethod(contextlib.nullcontext)
+
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                server_seam.connect(self, settings.server_settings())
+                server_seam.connect(self, settings.server_settings(), str(args.output_dir))
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
             dtype = next(self.model.parameters()).dtype
-            with replaced(trl_vllm, "LLM", engine_factory(options, trainer_dtype=dtype)):
+            factory = engine_factory(options, trainer_dtype=dtype, run_seed=run_seed(args))
+            with replaced(trl_vllm, "LLM", factory):
                 super()._init_vllm()
+            self.context = int(self.llm.llm_engine.model_config.max_model_len)
 
         def _iter_named_params(self) -> Any:
             put_away(self.model)
@@ -121,9 +138,15 @@ def engine_class(settings: RolloutSettings) -> Any:
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             if self.mode == "server":
                 return server_seam.generate(self, super().generate, *args, **kwargs)
+            refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob
 
     return LabVLLMGeneration
+
+
+def run_seed(args: Any) -> int:
+    """Seed of a colocated engine whose options name none: the run's; TRL's 0 in a drop-in run (``objective`` unset)."""
+    return 0 if getattr(args, "objective", None) is None else int(args.seed)
 
 
 def put_away(model: Any) -> None:
@@ -144,21 +167,31 @@ class SyncProof:
         self.settings = settings
         self._last = -1
         self._done = 0
+        self.doubted = False
+        if trainer.use_vllm:
+            trainer.add_callback(ProofWatch(self))
 
     def is_due(self) -> bool:
         step = self.trainer.state.global_step
         if self.settings.verify_every == 0 or step == self._last:
             return False
-        return self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
+        return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
+
+    def tolerance(self, engine: torch.dtype) -> float:
+        """Largest gap in nats per token, for an engine with weights of this dtype."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return self.settings.tolerance or tolerance_for(engine, _training_dtype(self.trainer, model))
+
+    def last_proven(self) -> str:
+        """When the sync was proven last, in words."""
+        return "never" if self._done == 0 else f"at step {self._last}"
 
     def prove(self, prompt_ids: list[list[int]]) -> None:
         """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
-        self._last, self._done = trainer.state.global_step, self._done + 1
+        self._last, self._done, self.doubted = trainer.state.global_step, self._done + 1, False
         model = trainer.accelerator.unwrap_model(trainer.model)
-
-        def tolerance(engine: torch.dtype) -> float:
-            return self.settings.tolerance or tolerance_for(engine, _training_dtype(trainer, model))
+        tolerance = self.tolerance
 
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
         was_training = model.training
@@ -173,6 +206,50 @@ class SyncProof:
             model.train(was_training)
         book = trainer.metric_book("train")
         book.add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
+
+
+class ProofWatch(TrainerCallback):  # type: ignore[misc]
+    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
+
+    def __init__(self, proof: SyncProof) -> None:
+        self.proof = proof
+        self._doubts = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        every = self.proof.settings.verify_every
+        if every == 0 or every > MANY_STEPS:
+            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
+            self.proof.trainer.say(
+                f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): in between, "
+                "completions of stale weights would be trained on; up to "
+                f"{MANY_STEPS} is usual, 50 the default",
+                key="proof off",
+                level=logging.WARNING,
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        trainer = self.proof.trainer
+        gap = server_seam.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
+        limit = GAP_FACTOR * self.proof.tolerance(
+            _training_dtype(trainer, trainer.accelerator.unwrap_model(trainer.model))
+        )
+        if gap is None or gap <= limit / min(trainer.temperature, 1.0):
+            return
+        proves = self.proof.settings.verify_every > 0
+        self.proof.doubted = proves and self._doubts < DOUBTS
+        self._doubts += 1
+        trainer.say(
+            f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: the engine may "
+            f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
+            + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
+            key="logp difference",
+            level=logging.WARNING,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        generation = self.proof.trainer.vllm_generation
+        if generation.mode == "server" and self.proof.trainer.accelerator.is_main_process:
+            release(generation.vllm_client, str(args.output_dir))
 
 
 def _training_dtype(trainer: LabTrainer, model: Any) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lab.rollouts.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
 from grpo_lab.trainer.metrics import MetricBook
 
 #: settings that cut or bend the engine's distribution → the values that leave it alone
@@ -30,25 +31,39 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "extra_args": (None, {}),
+    "vllm_xargs": (None, {}),
     "vllm_structured_outputs_regex": (None,),
 }
+#: vLLM raises a lower temperature (other than 0, greedy) to this one, without an error
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 QUARTILES = 4
 
 
 def check_sampling_correction(args: Any) -> None:
-    """Refuse sampling settings under which the correction would be wrong.
+    """Refuse sampling settings that would make wrong numbers, or under which the correction would be wrong.
 
     Raises:
-        ValueError: vLLM with the correction on, and a setting (flat or in ``generation_kwargs``) that cuts the distribution.
+        ValueError: a key of ``generation_kwargs`` that the engine ignores, that says something else than the setting it is
+            another name for, or that changes what TRL reads from the answer (``rollouts.sampling_keys``); vLLM with the
+            correction on, and a setting (flat or in ``generation_kwargs``) that cuts the distribution.
     """
+    extra = args.generation_kwargs or {}
+    refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
+    alike = {"temperature": args.temperature}
+    if args.use_vllm or getattr(args, "objective", None) is not None:  # without either, all that counts is TRL's
+        alike["max_completion_length"] = args.max_completion_length
+    refuse_two_names(extra, alike)
+    if args.mask_truncated_completions:
+        refuse_ends(extra)
+    if args.use_vllm and not LOWEST_TEMPERATURE <= args.temperature <= HIGHEST_TEMPERATURE:
+        raise ValueError(
+            f"`temperature` is {args.temperature!r}: vLLM samples at {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}. Below it takes "
+            f"{LOWEST_TEMPERATURE} instead, while the trainer computes its log-probs at the value written; above it refuses"
+        )
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return
-    extra = args.generation_kwargs or {}
-    if extra.get("temperature", args.temperature) != args.temperature:
-        raise ValueError(
-            f"`generation_kwargs.temperature` is {extra['temperature']!r} and `temperature` is {args.temperature!r}: the engine "
-            "would sample at the one, and the trainer compute its log-probs at the other; set `temperature` alone"
-        )
     for setting, name, value in _written(args, extra):
         if value not in NEUTRAL[name]:
             neutral = next(allowed for allowed in NEUTRAL[name][::-1])

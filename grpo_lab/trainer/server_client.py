@@ -22,6 +22,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, TensorDifference
 from grpo_lab.rollouts.server import (
+    CONNECT_TIMEOUT,
     WORKER_EXTENSION,
     ServerGone,
     bound_session,
@@ -30,8 +31,12 @@ from grpo_lab.rollouts.server import (
     wait_until_ready,
 )
 from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.rollouts.watch import watched
 from grpo_lab.rollouts.weight_files import WeightCourier
+from grpo_lab.trainer.prompt_fit import refuse_long
 
+#: requests that may take as long as a generation takes
+GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
 WAYS = ("auto", "nccl", "shared_memory")
 LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 #: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
@@ -51,19 +56,22 @@ class ServerSettings:
         weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
         request_timeout: seconds without an answer after which a request counts as failed. A generation is one request: it must
             be longer than the longest generation.
+        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server counts no
+            token or sleeps; any other request.
         retries: how often a failed request is sent again (not after ``request_timeout``).
         backoff: seconds before the second repetition; doubled each time.
     """
 
     weights: str = "auto"
     request_timeout: float = 1800.0
+    silence_timeout: float = 180.0
     retries: int = 4
     backoff: float = 1.0
 
     def __post_init__(self) -> None:
         if self.weights not in WAYS:
             raise ValueError(f"`rollout.server.weights` is {self.weights!r}; it must be one of {WAYS}")
-        for name in ("request_timeout", "backoff"):
+        for name in ("request_timeout", "silence_timeout", "backoff"):
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"`rollout.server.{name}` is {getattr(self, name)!r}; it must be a number of seconds > 0"
@@ -106,6 +114,10 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     return way
 
 
+class RequestRefused(ValueError):
+    """The server answered that it will not do what it was asked for."""
+
+
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     """``VLLMClient`` whose calls end in time and fail with ``ServerGone``, ``EngineFault`` or ``WeightSyncError``."""
 
@@ -115,13 +127,14 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.info = self.get_server_info()
         self.courier = WeightCourier(functools.partial(post_json, self.session, self.base_url))
         self.way = ""  # settled by open_way
+        self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
+        self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
         settings = self.settings
-        bound_session(
-            self.session, timeout=settings.request_timeout, retries=settings.retries, backoff=settings.backoff
-        )
+        limit = min(settings.request_timeout, settings.silence_timeout)
+        bound_session(self.session, timeout=limit, retries=settings.retries, backoff=settings.backoff)
         wait_until_ready(self.base_url, total_timeout)
 
     def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
@@ -130,8 +143,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return answer
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        with server_errors(self.base_url):
-            response = self.session.post(url, **arguments)
+        response = self._answer(url, **arguments)
         if response.status_code == 200:
             answer: dict[str, Any] = response.json()
             return answer
@@ -142,7 +154,22 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
         if response.status_code >= 500:
             raise ServerGone(f"the vLLM server failed a request for good: {said}")
-        raise ValueError(f"the vLLM server refused a request: {said}")
+        raise RequestRefused(f"the vLLM server refused a request: {said}")
+
+    def _answer(self, url: str, **arguments: Any) -> Any:
+        """The response to a POST; a generation is watched, since it may rightly take long."""
+        if not url.endswith(GENERATIONS):
+            with server_errors(self.base_url):
+                return self.session.post(url, **arguments)
+
+        def call() -> Any:
+            with server_errors(self.base_url):
+                return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
+
+        body = arguments.get("json", {})
+        rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
+        return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
 
     def get_server_info(self) -> dict[str, Any]:
         with server_errors(self.base_url):
@@ -152,8 +179,21 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the server's weights."""
-        name = str(self.info["model_config"]["dtype"]).removeprefix("torch.")
-        return getattr(torch, name)  # type: ignore[no-any-return]
+        return getattr(torch, str(self.info["model_config"]["dtype"]).removeprefix("torch."))  # type: ignore[no-any-return]
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether our worker extension runs inside the server."""
+        return bool((self.info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and completion together that the server takes."""
+        return int(self.info["model_config"]["max_model_len"])
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST JSON to a path of the server → its answer, or ``ServerGone``."""
+        return post_json(self.session, self.base_url, path, body)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -168,13 +208,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     @property
     def reads_tensors(self) -> bool:
         """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
-        extension = (self.info.get("parallel_config") or {}).get("worker_extension_cls")
-        return extension == WORKER_EXTENSION and urlparse(self.base_url).hostname in LOOPBACK
+        return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
         """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every rank,
         and merged adapters are unmerged at the end of it."""
         try:
+            self.claim_again()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
             else:
@@ -206,7 +246,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     # -- completions -------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite."""
+        """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
+        refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         answer: dict[str, Any] = super().generate(*args, **kwargs)
         check_answer(answer["logprobs"])
         self.check_same_weights()
@@ -256,4 +297,4 @@ class KeptFailure:
         return otherwise
 
 
-__all__ = ["KeptFailure", "LabVLLMClient", "ServerSettings", "check_answer", "weight_way"]
+__all__ = ["KeptFailure", "LabVLLMClient", "RequestRefused", "ServerSettings", "check_answer", "weight_way"]

@@ -20,15 +20,21 @@ from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
 from grpo_lab.rollouts.server import ServerGone
 from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.trainer.server_client import KeptFailure, LabVLLMClient, ServerSettings
+from grpo_lab.trainer.interrupt import kept
+from grpo_lab.trainer.prompt_fit import PromptTooLong
+from grpo_lab.trainer.server_check import check_same_model, claim
+from grpo_lab.trainer.server_client import KeptFailure, LabVLLMClient, RequestRefused, ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
 FAULTS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ServerGone, EngineFault, WeightSyncError, ValueError)
+    kind.__name__: kind
+    for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, ValueError)
 }
+#: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
+KEPT = (ServerGone, PromptTooLong, RequestRefused)
 
 
 def raise_together(accelerator: Any, failure: Exception | None) -> None:
@@ -67,25 +73,33 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
 # -- the three things TRL's VLLMGeneration does ------------------------------------------------------------------------
 
 
-def connect(generation: Any, settings: ServerSettings) -> None:
-    """Wait for the server, open the way for the weights (``VLLMGeneration._init_vllm`` in server mode)."""
+def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None:
+    """Wait for the server, see that it serves this model to nobody else, open the way for the weights.
+
+    What ``VLLMGeneration._init_vllm`` does in server mode. ``folder``: what the run writes to, for the message to a second run.
+    Raises ``ValueError`` where the server serves another model, or another run.
+    """
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
-    def talk() -> None:
+    def talk() -> int:
         client = LabVLLMClient(
             settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
         )
         check_length(generation.max_completion_length, client)
+        check_same_model(client, generation.model, generation.processing_class)
+        claim(client, folder)
         client.open_way(torch.device(generation.accelerator.device))
+        client.decode = generation.processing_class.decode
         generation.vllm_client = client
+        return client.context
 
-    on_main(generation.accelerator, talk)
+    generation.context = on_main(generation.accelerator, talk)
 
 
-def check_length(max_completion_length: int, client: LabVLLMClient) -> None:
+def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:
     """``ValueError`` where the server's context has no room for a prompt beside the longest completion."""
-    context = int(client.info["model_config"]["max_model_len"])
-    if max_completion_length >= context:
+    context = client.context
+    if max_completion_length is not None and max_completion_length >= context:
         raise ValueError(
             f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a context of "
             f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the completions"
@@ -109,7 +123,7 @@ def generate(generation: Any, stock: Callable[..., Any], *args: Any, **kwargs: A
         raise_together(generation.accelerator, None)
         return answer
     guard = KeptFailure(generation.vllm_client)
-    with replaced(generation, "vllm_client", guard):
+    with replaced(generation, "vllm_client", guard), generation.waiting():
         answer = stock(*args, **kwargs)
     raise_together(generation.accelerator, guard.failure)
     return answer
@@ -163,30 +177,55 @@ def differing(generation: Any, client: LabVLLMClient | None) -> list[TensorDiffe
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: LabTrainer) -> Iterator[None]:
-    """``ServerGone`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go on."""
+    """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go on.
+
+    So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one rank's
+    own: with several ranks it ends the run without a checkpoint, which would take all of them.
+    """
     try:
         yield
-    except ServerGone as gone:
-        raise ServerGone(f"{gone}. {save_for_resume(trainer)}") from gone
+    except KEPT as fault:
+        alone = trainer.accelerator.num_processes == 1
+        if isinstance(fault, PromptTooLong) and not alone and trainer.vllm_mode != "server":
+            raise
+        lost = isinstance(fault, ServerGone)
+        raise type(fault)(f"{fault}. {save_for_resume(trainer, NEW_SERVER if lost else MENDED)}") from fault
+    except KeyboardInterrupt:
+        if not trainer.keeps_on_interrupt.broke_off_a_wait:
+            raise
+        save_for_resume(trainer, "")
+        step = trainer.state.global_step
+        raise KeyboardInterrupt(
+            kept(checkpoint_folder(trainer), step) if step else "interrupted; nothing to save"
+        ) from None
 
 
-def save_for_resume(trainer: LabTrainer) -> str:
-    """Write a checkpoint as TRL would after this step → a sentence that says where, and how to resume."""
+NEW_SERVER = "Start a server again (`grpo-lab serve --model …`) and resume"
+MENDED = "Resume when that is mended"
+
+
+def checkpoint_folder(trainer: LabTrainer) -> str:
+    """Where the checkpoint of the current step is or would be."""
+    return f"{trainer._get_output_dir(trial=None)}/{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
+def save_for_resume(trainer: LabTrainer, then: str = NEW_SERVER) -> str:
+    """Write a checkpoint as TRL would after this step → a sentence that says where, and what to do ``then``."""
     if not trainer.is_in_train:
         return "No training was in progress, so there was nothing to save"
     step = trainer.state.global_step
     if step == 0:
-        return "No optimizer step was made, so there was nothing to save: start the run again when the server is up"
+        return "No optimizer step was made, so there was nothing to save: start the run again when that is mended"
     trainer._save_checkpoint(trainer.model_wrapped, trial=None)
     trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     trainer.accelerator.wait_for_everyone()
-    folder = f"{trainer._get_output_dir(trial=None)}/{PREFIX_CHECKPOINT_DIR}-{step}"
+    folder = checkpoint_folder(trainer)
     partly = (
         " (weights only, as `save_only_model` asks: the optimizer starts anew)" if trainer.args.save_only_model else ""
     )
     return (
-        f"A checkpoint of step {step} was written to {folder}{partly}. Start a server again (`grpo-lab serve --model …`) and "
-        f"resume: `grpo-lab train … --resume`, or trainer.train(resume_from_checkpoint={folder!r})"
+        f"A checkpoint of step {step} was written to {folder}{partly}. {then}: `grpo-lab train … --resume`, or "
+        f"trainer.train(resume_from_checkpoint={folder!r})"
     )
 
 

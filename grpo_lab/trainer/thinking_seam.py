@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: sampling settings of either engine that would override the length limit of a phase, or end it for another reason
 _LIMITS = ("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop", "stop_token_ids", "n")
+_CUTS = ("repetition_detection", "max_time")
 
 
 def check_budget(budget: Any, text: Any) -> None:
@@ -62,7 +63,7 @@ def check_thinking(args: Any, settings: RolloutSettings) -> None:
             "`vllm_structured_outputs_regex` would have to match the thinking and the answer each on its own under "
             "`rollout.thinking_budget`; leave one of them out"
         )
-    overriding = [name for name in _LIMITS if name in (args.generation_kwargs or {})]
+    overriding = [name for name in (*_LIMITS, *_CUTS) if name in (args.generation_kwargs or {})]
     if overriding:
         raise ValueError(
             f"`generation_kwargs.{overriding[0]}` would end the thinking or the answer where `rollout.thinking_budget` cannot "

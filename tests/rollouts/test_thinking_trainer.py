@@ -97,7 +97,6 @@ def test_bad_settings_are_named(rollout: dict[str, Any], changes: dict[str, Any]
         ({"min_p": 0.05}, "`min_p`=0.05"),
         ({"repetition_penalty": 1.1}, "`repetition_penalty`=1.1"),
         ({"generation_kwargs": {"top_p": 0.9}}, "`generation_kwargs.top_p`=0.9"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "`generation_kwargs.temperature`"),
     ],
 )
 def test_sampling_that_the_correction_cannot_correct_is_refused(
@@ -108,3 +107,14 @@ def test_sampling_that_the_correction_cannot_correct_is_refused(
         LabConfig(**written)
     LabConfig(**{**written, "vllm_importance_sampling_correction": False})
     LabConfig(**settings(tmp_path, None, **changes))  # without an engine there is nothing to correct
+
+
+@pytest.mark.parametrize(
+    "engine", [{}, {"use_vllm": True}, {"use_vllm": True, "vllm_importance_sampling_correction": False}]
+)
+def test_a_temperature_that_is_not_the_trainer_s_is_refused_with_any_engine(
+    engine: dict[str, Any], tmp_path: Path
+) -> None:
+    """Drawn at one temperature, log-probs at another; with the correction off nothing would show it."""
+    with pytest.raises(ValueError, match=r"`generation_kwargs\.temperature` is 0\.5 and `temperature` is 1\.0"):
+        LabConfig(**settings(tmp_path, None, generation_kwargs={"temperature": 0.5}, **engine))

@@ -48,6 +48,14 @@ def test_a_gpu_server_has_nccl_and_our_worker() -> None:
     assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.8")
 
 
+@pytest.fixture
+def a_model(tmp_path: Path) -> str:
+    """A folder that looks like a saved model."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    return str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -65,14 +73,36 @@ def test_a_wrong_value_is_one_line(words: list[str], message: str, capsys: pytes
     assert message in capsys.readouterr().err
 
 
-def test_a_taken_port_is_found_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_found_before_the_model_is_loaded(a_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["serve", "--model", "x", "--port", str(port)]) == 2
+        assert main(["serve", "--model", a_model, "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
     serve.refuse_taken_port(port)
+
+
+def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's own answer is a traceback of 60 lines, after ten seconds of imports."""
+    for model, told in (("/nope", "no such folder"), ("a/b/c", "no such folder"), (str(tmp_path), "no config")):
+        assert main(["serve", "--model", model]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith(f"grpo-lab: error: --model {model}: ")
+        assert told in line
+    for name, told in (("config.json", "no weights"), ("model.safetensors", "no tokenizer")):
+        (tmp_path / name).write_text("{}")
+        assert main(["serve", "--model", str(tmp_path)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_hub_name_that_cannot_be_reached_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["serve", "--model", "nobody-here/no-such-model"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("grpo-lab: error: --model nobody-here/no-such-model: ")
 
 
 def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
@@ -89,9 +119,10 @@ def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
 
 
 def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
+    a_model: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["serve", "--model", "x", "--host", "192.0.2.1"]) == 2
+    assert main(["serve", "--model", a_model, "--host", "192.0.2.1"]) == 2
     assert "an address of this machine" in capsys.readouterr().err
 
 
