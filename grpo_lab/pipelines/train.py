@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, versions, write_run
+from grpo_lab.pipelines.resume import (
+    AtTheEnd,
+    StopAtTheEnd,
+    broken_weights,
+    cut_metrics,
+    newest_whole,
+    set_aside,
+    step_of,
+)
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, versions, write_run
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
@@ -30,24 +42,29 @@ class Outcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outcome:
-    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes."""
+    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes.
+
+    Raises:
+        ValueError: a setting that cannot be, or a folder that is not this run's.
+        Interrupted: asked to end by a signal, with ``enable_jit_checkpoint``; the run can be resumed.
+    """
+    recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
     state = PartialState()
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
     folder = recipe.output_dir
-    seconds: dict[str, float] = {}
-    rewards = [parts.build_reward(section) for section in recipe.rewards]
-    rows = parts.load_rows(recipe.data)
-    parts.check_golds(rows, rewards)
-    parts.check_evaluation(recipe.evaluation)
+    record = read_marker(folder / "run.json")
+    if resume and record.get("finished"):
+        return _as_it_is(folder)
+    seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
+    materials = Materials.of(recipe)
+    checkpoint = _checkpoint(recipe, bool(record.get("parameters"))) if resume else None
     start = _start_model(recipe, folder, config, resume, seconds)
-    before = (
-        _evaluate(recipe, start, folder / "evaluation" / "before", seconds, "before") if state.is_main_process else None
-    )
-    trainer = _reinforce(recipe, config, start, rewards, rows, folder, resume, seconds)
-    summary = _summary(recipe, trainer, rows, seconds)
+    before = _before(recipe, start, folder, seconds, resume) if state.is_main_process else None
+    trainer = _reinforce(recipe, config, start, materials, checkpoint, seconds)
+    summary = _summary(recipe, trainer, materials.rows, seconds)
     if not state.is_main_process:
         return Outcome(folder, None, None, None)
     after = _evaluate(recipe, str(folder), folder / "evaluation" / "after", seconds, "after")
@@ -61,12 +78,63 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     return Outcome(folder, report, before, after)
 
 
+@dataclass(frozen=True)
+class Materials:
+    """What the recipe names, loaded and looked at before the first stage begins."""
+
+    rows: Any
+    eval_rows: Any
+    rewards: list[Any]
+    of_trainer: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Materials:
+        """Raises ``ValueError`` for whatever cannot be loaded, or golds that cannot be read."""
+        rewards = [parts.build_reward(section) for section in recipe.rewards]
+        of_trainer = parts.trainer_parts(recipe)
+        rows = parts.load_rows(recipe.data)
+        parts.check_golds(rows, rewards)
+        eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
+        parts.check_evaluation(recipe.evaluation)
+        return cls(rows, eval_rows, rewards, of_trainer)
+
+
+def _as_it_is(folder: Path) -> Outcome:
+    """A finished run is left alone: no step more, no evaluation again."""
+    console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
+    record = read_run(folder)
+    report = folder / "report.html"
+    return Outcome(folder, report if report.is_file() else None, record.before, record.after)
+
+
+def _checkpoint(recipe: Recipe, has_trained: bool) -> Path | None:
+    """Where a resumed run goes on. None: from the start. ValueError: it is beyond ``max_steps`` already."""
+    folder, state = recipe.output_dir, PartialState()
+    newest, passed = newest_whole(folder)
+    state.wait_for_everyone()  # all have looked before one tidies up
+    steps = int(recipe.arguments.get("max_steps", -1))
+    if newest is not None and 0 < steps < step_of(newest):
+        raise ValueError(
+            f"`max_steps` is {steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
+        )
+    if state.is_main_process:
+        for why in passed:
+            console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
+        set_aside(folder, newest)
+        if newest is not None:
+            console.print(f"going on from {newest.name}", highlight=False)
+        elif has_trained:
+            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
+        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
+    return newest
+
+
 def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, seconds: dict[str, float]) -> str:
     """Folder or hub name of the model that RL starts from; made here where it is tiny or has a cold start."""
     start = folder / "cold_start"
     if recipe.cold_start is None and recipe.model.path is not None and recipe.model.tokenizer is None:
         return recipe.model.path
-    if resume and (start / "config.json").is_file():
+    if resume and _is_whole(start):
         return str(start)
     model, tokenizer = parts.load_model(recipe.model, config.seed)
     if recipe.cold_start is not None:
@@ -87,39 +155,72 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
     return str(start)
 
 
+def _is_whole(start: Path) -> bool:
+    """Whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
+
+
 def _reinforce(
-    recipe: Recipe,
-    config: Any,
-    start: str,
-    rewards: list[Any],
-    rows: Any,
-    folder: Path,
-    resume: bool,
-    seconds: dict[str, float],
+    recipe: Recipe, config: Any, start: str, materials: Materials, checkpoint: Path | None, seconds: dict[str, float]
 ) -> Any:
     console.rule(f"reinforcement: {recipe.trainer}")
-    began = time.perf_counter()
-    trainer = parts.trainer_class(recipe)(
-        model=start,
-        reward_funcs=rewards,
-        args=config,
-        train_dataset=rows,
-        processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
-        peft_config=parts.lora_config(recipe.model),
-        callbacks=[MetricsFile(folder / "metrics.jsonl")],
-    )
-    trainer.accelerator.wait_for_everyone()
-    if trainer.accelerator.is_main_process:
-        write_run(folder, {**_summary(recipe, trainer, rows, seconds), "finished": False})
-    trainer.train(resume_from_checkpoint=resume and _has_checkpoint(folder))
-    seconds["reinforcement"] = round(time.perf_counter() - began, 1)
+    folder, began = recipe.output_dir, time.perf_counter()
+    given = dict(materials.of_trainer)
+    own = [MetricsFile(folder / "metrics.jsonl"), StopAtTheEnd()]
+    with Termination() as termination:
+        trainer = parts.trainer_class(recipe)(
+            model=start,
+            reward_funcs=materials.rewards or None,
+            args=config,
+            train_dataset=materials.rows,
+            eval_dataset=materials.eval_rows,
+            processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
+            callbacks=[*given.pop("callbacks"), *own],
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        termination.listen(trainer)
+        trainer.accelerator.wait_for_everyone()
+        unfinished = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
+        if trainer.accelerator.is_main_process:
+            write_run(folder, unfinished)
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except AtTheEnd:
+            console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
+        seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
+        _end_if_asked(trainer, termination, folder, {**unfinished, "seconds": seconds})
     trainer.save_model(str(folder))
     trainer.create_model_card(model_name=recipe.name)
     return trainer
 
 
-def _has_checkpoint(folder: Path) -> bool:
-    return any(folder.glob("checkpoint-*"))
+def _end_if_asked(trainer: Any, termination: Termination, folder: Path, unfinished: dict[str, Any]) -> None:
+    """Raise ``Interrupted`` on every process if one was asked to end; see to it that there is a checkpoint."""
+    asked = next(filter(None, gather_object([termination.asked])), None)
+    if asked is None:
+        return
+    newest, _ = newest_whole(folder)
+    if newest is None or step_of(newest) < trainer.state.global_step - 1:  # asked for after the last chance to save
+        trainer._save_checkpoint(trainer.model, trial=None)
+        newest, _ = newest_whole(folder)
+    trainer.accelerator.wait_for_everyone()
+    step = trainer.state.global_step if newest is None else step_of(newest)
+    if trainer.accelerator.is_main_process:
+        write_run(folder, {**unfinished, "interrupted": {"signal": asked, "step": step}})
+    raise Interrupted(asked, step, folder)
+
+
+def _before(
+    recipe: Recipe, start: str, folder: Path, seconds: dict[str, float], resume: bool
+) -> EvaluationResult | None:
+    """The model that RL starts from, measured once: a resumed run has the same start, and reads what was found."""
+    target = folder / "evaluation" / "before"
+    if resume and (target / "summary.json").is_file() and recipe.evaluation is not None and recipe.evaluation.before:
+        found = read_run(folder).before
+        if found is not None:
+            console.print("evaluation before reinforcement: as it was made", highlight=False)
+            return found
+    return _evaluate(recipe, start, target, seconds, "before")
 
 
 def _evaluate(
