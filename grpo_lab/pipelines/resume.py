@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate import PartialState
+from rich.console import Console
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation.files import write_text
@@ -178,6 +180,35 @@ def set_aside(folder: Path, newest: Path | None) -> None:
                 number += 1
                 place = checkpoint.with_name(f"broken-{checkpoint.name}-{number}")
             checkpoint.rename(place)
+
+
+def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: Console) -> Path | None:
+    """The checkpoint that every process goes on from, None for the first step; the main one tidies up what is after it.
+
+    Args:
+        max_steps: of the run as it is asked for now; ≤ 0 where epochs say it.
+        record: what ``run.json`` says.
+
+    Raises:
+        ValueError: the run is beyond ``max_steps`` already.
+    """
+    state = PartialState()
+    newest, passed = newest_whole(folder)
+    state.wait_for_everyone()  # all have looked before one tidies up
+    if newest is not None and 0 < max_steps < step_of(newest):
+        raise ValueError(
+            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
+        )
+    if state.is_main_process:
+        for why in passed:
+            console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
+        set_aside(folder, newest)
+        if newest is not None:
+            console.print(f"going on from {newest.name}", highlight=False)
+        elif "parameters" in record:  # written when the training began
+            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
+        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
+    return newest
 
 
 def cut_metrics(file: Path, step: int) -> None:

@@ -47,6 +47,8 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     folder = recipe.output_dir
     marker = folder / "run.json"
     changed: list[Difference] = []
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume contradict each other; give one of them")
     if marker.is_file() and not overwrite:
         changed = _changed(recipe, read_marker(marker), resume)
     elif folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
@@ -61,7 +63,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     if overwrite or not marker.is_file():
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif any(found.of(*LENGTH, "evaluation") for found in changed):
-        _reopen(folder)
+        _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
     write_text(folder / "recipe.yaml", yaml.safe_dump(as_written(recipe), sort_keys=False))
@@ -87,13 +89,13 @@ def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Differ
     return changed or []
 
 
-def _reopen(folder: Path) -> None:
-    """There is something left to do in a finished run: longer training, another evaluation."""
+def _reopen(folder: Path, longer: bool) -> None:
+    """There is something left to do in a finished run: a longer training, another evaluation."""
     found = read_marker(folder / "run.json")
-    if found.get("finished") and newest_whole(folder)[0] is None:
+    if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a finished run without a checkpoint (`save_strategy`): it cannot be trained "
-            "further; `grpo-lab evaluate` measures its model"
+            f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot be trained "
+            "further"
         )
     write_run(folder, {**found, "finished": False})
 

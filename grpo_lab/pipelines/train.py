@@ -20,9 +20,8 @@ from grpo_lab.pipelines.resume import (
     AtTheEnd,
     StopAtTheEnd,
     broken_weights,
-    cut_metrics,
+    going_on,
     newest_whole,
-    set_aside,
     step_of,
 )
 from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, versions, write_run
@@ -50,6 +49,11 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     """
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
+    with Termination(recipe.output_dir, config.enable_jit_checkpoint) as termination:
+        return _stages(recipe, config, overwrite, resume, termination)
+
+
+def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination) -> Outcome:
     state = PartialState()
     if state.is_main_process:
         claim(recipe, overwrite, resume)
@@ -60,15 +64,18 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
         return _as_it_is(folder)
     seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
     materials = Materials.of(recipe)
-    checkpoint = _checkpoint(recipe, bool(record.get("parameters"))) if resume else None
+    trained = bool(resume and record.get("trained"))
+    checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
     start = _start_model(recipe, folder, config, resume, seconds)
     before = _before(recipe, start, folder, seconds, resume) if state.is_main_process else None
-    trainer = _reinforce(recipe, config, start, materials, checkpoint, seconds)
-    summary = _summary(recipe, trainer, materials.rows, seconds)
+    if trained:
+        console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
+    else:
+        record = _reinforce(recipe, config, start, materials, checkpoint, seconds, termination)
     if not state.is_main_process:
         return Outcome(folder, None, None, None)
     after = _evaluate(recipe, str(folder), folder / "evaluation" / "after", seconds, "after")
-    write_run(folder, {**summary, "seconds": seconds, "finished": True})
+    write_run(folder, {**record, "seconds": seconds, "finished": True})
     report = write_report(folder)
     if after is None:
         console.print(f"report: {report}", soft_wrap=True)
@@ -107,28 +114,6 @@ def _as_it_is(folder: Path) -> Outcome:
     return Outcome(folder, report if report.is_file() else None, record.before, record.after)
 
 
-def _checkpoint(recipe: Recipe, has_trained: bool) -> Path | None:
-    """Where a resumed run goes on. None: from the start. ValueError: it is beyond ``max_steps`` already."""
-    folder, state = recipe.output_dir, PartialState()
-    newest, passed = newest_whole(folder)
-    state.wait_for_everyone()  # all have looked before one tidies up
-    steps = int(recipe.arguments.get("max_steps", -1))
-    if newest is not None and 0 < steps < step_of(newest):
-        raise ValueError(
-            f"`max_steps` is {steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
-        )
-    if state.is_main_process:
-        for why in passed:
-            console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
-        set_aside(folder, newest)
-        if newest is not None:
-            console.print(f"going on from {newest.name}", highlight=False)
-        elif has_trained:
-            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
-        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
-    return newest
-
-
 def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, seconds: dict[str, float]) -> str:
     """Folder or hub name of the model that RL starts from; made here where it is tiny or has a cold start."""
     start = folder / "cold_start"
@@ -161,40 +146,49 @@ def _is_whole(start: Path) -> bool:
 
 
 def _reinforce(
-    recipe: Recipe, config: Any, start: str, materials: Materials, checkpoint: Path | None, seconds: dict[str, float]
-) -> Any:
+    recipe: Recipe, config: Any, start: str, materials: Materials, checkpoint: Path | None, seconds: dict[str, float],
+    termination: Termination,
+) -> dict[str, Any]:  # fmt: skip
+    """Train, save the model; what ``run.json`` says of it."""
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
-    given = dict(materials.of_trainer)
-    own = [MetricsFile(folder / "metrics.jsonl"), StopAtTheEnd()]
-    with Termination() as termination:
-        trainer = parts.trainer_class(recipe)(
-            model=start,
-            reward_funcs=materials.rewards or None,
-            args=config,
-            train_dataset=materials.rows,
-            eval_dataset=materials.eval_rows,
-            processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
-            callbacks=[*given.pop("callbacks"), *own],
-            **{name: value for name, value in given.items() if value is not None},
-        )
-        termination.listen(trainer)
-        trainer.accelerator.wait_for_everyone()
-        unfinished = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
-        if trainer.accelerator.is_main_process:
-            write_run(folder, unfinished)
+    trainer = _build_trainer(recipe, config, start, materials)
+    trainer.accelerator.wait_for_everyone()
+    record = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
+    main = trainer.accelerator.is_main_process
+    if main:
+        write_run(folder, record)
+    with termination.in_training(trainer):
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except AtTheEnd:
             console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
-        seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
-        _end_if_asked(trainer, termination, folder, {**unfinished, "seconds": seconds})
+    seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
+    _end_if_asked(trainer, termination, folder, record)
     trainer.save_model(str(folder))
     trainer.create_model_card(model_name=recipe.name)
-    return trainer
+    record["trained"] = trainer.state.global_step
+    if main:
+        write_run(folder, record)
+    return record
 
 
-def _end_if_asked(trainer: Any, termination: Termination, folder: Path, unfinished: dict[str, Any]) -> None:
+def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials) -> Any:
+    given = dict(materials.of_trainer)
+    own = [MetricsFile(recipe.output_dir / "metrics.jsonl"), StopAtTheEnd()]
+    return parts.trainer_class(recipe)(
+        model=start,
+        reward_funcs=materials.rewards or None,
+        args=config,
+        train_dataset=materials.rows,
+        eval_dataset=materials.eval_rows,
+        processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
+        callbacks=[*given.pop("callbacks"), *own],
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _end_if_asked(trainer: Any, termination: Termination, folder: Path, record: dict[str, Any]) -> None:
     """Raise ``Interrupted`` on every process if one was asked to end; see to it that there is a checkpoint."""
     asked = next(filter(None, gather_object([termination.asked])), None)
     if asked is None:
@@ -206,7 +200,7 @@ def _end_if_asked(trainer: Any, termination: Termination, folder: Path, unfinish
     trainer.accelerator.wait_for_everyone()
     step = trainer.state.global_step if newest is None else step_of(newest)
     if trainer.accelerator.is_main_process:
-        write_run(folder, {**unfinished, "interrupted": {"signal": asked, "step": step}})
+        write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})
     raise Interrupted(asked, step, folder)
 
 

@@ -130,7 +130,8 @@ def copy(whole: Path, name: str, steps: int) -> Path:
     for path in folder.glob("checkpoint-*"):
         if int(path.name.split("-")[1]) > steps:
             shutil.rmtree(path)
-    (folder / "run.json").write_text(json.dumps({**run_of(folder), "finished": False}))
+    record = {name: value for name, value in run_of(folder).items() if name != "trained"}
+    (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
     written = yaml.safe_load((folder / "recipe.yaml").read_text())
     written["arguments"]["output_dir"] = str(folder)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(written))
@@ -161,6 +162,24 @@ def test_killed_after_the_last_checkpoint_only_the_end_is_made(whole: Path) -> N
     assert outcome.before is not None
     assert outcome.after is not None
     assert not (folder / "checkpoint-5").exists()
+
+
+def test_killed_in_the_last_evaluation_nothing_is_trained_again(whole: Path) -> None:
+    """Without a checkpoint, too, which a run with `save_strategy: no` never has."""
+    folder = whole.parent / "in-evaluation"
+    shutil.copytree(whole, folder)
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    shutil.rmtree(folder / "evaluation" / "after")
+    (folder / "run.json").write_text(json.dumps({**run_of(folder), "finished": False}))
+    written = yaml.safe_load((folder / "recipe.yaml").read_text())
+    written["arguments"]["output_dir"] = str(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(written))
+    made = stamp(folder / "model.safetensors")
+    outcome = again(folder)
+    assert stamp(folder / "model.safetensors") == made
+    assert outcome.after is not None
+    assert run_of(folder)["finished"] is True
 
 
 def test_a_broken_checkpoint_is_passed_over_and_the_steps_after_it_are_logged_once(

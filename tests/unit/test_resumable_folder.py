@@ -91,14 +91,20 @@ def test_the_rest_is_refused_by_name(changes: dict[str, Any], said: str, tmp_pat
 
 def test_a_finished_run_is_opened_again_by_a_longer_one_only(tmp_path: Path) -> None:
     folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
-    write_run(folder, {**read_marker(folder / "run.json"), "finished": True})
+    write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
     claim(given(folder, logging_steps=2), overwrite=False, resume=True)
     assert read_marker(folder / "run.json")["finished"] is True
-    with pytest.raises(ValueError, match="finished run without a checkpoint"):
+    with pytest.raises(ValueError, match="trained run without a checkpoint"):
         claim(given(folder, max_steps=8), overwrite=False, resume=True)
     save(folder, 4)
     claim(given(folder, max_steps=8), overwrite=False, resume=True)
     assert read_marker(folder / "run.json")["finished"] is False
+    assert "trained" not in read_marker(folder / "run.json")
+
+
+def test_overwrite_and_resume_contradict(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contradict"):
+        claim(given(tmp_path / "o"), overwrite=True, resume=True)
 
 
 def test_another_evaluation_is_made_anew(tmp_path: Path) -> None:
