@@ -72,11 +72,16 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
         "learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type}), {config.optim}",
         "processes": str(config.world_size),
-        "output folder": str(recipe.output_dir),
+        "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
     facts |= _around(recipe)
     facts["checked"] = _checked(recipe)
     return facts
+
+
+def _taken(folder: Path) -> str:
+    """A folder that is not empty needs a word on the command line."""
+    return " (not empty: give --resume or --overwrite)" if folder.is_dir() and any(folder.iterdir()) else ""
 
 
 def _around(recipe: Recipe) -> dict[str, str]:
@@ -87,9 +92,7 @@ def _around(recipe: Recipe) -> dict[str, str]:
         from grpo_lab.trainer.settings import refuse_unknown
 
         refuse_unknown(recipe.cold_start.arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
-        facts["cold start"] = (
-            f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
-        )
+        facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
     if recipe.eval_dataset is not None:
         facts["evaluated on the way"] = _rows(recipe.eval_dataset, "eval_dataset")
     if recipe.evaluation is not None:
@@ -136,14 +139,22 @@ def _stand_in(recipe: Recipe) -> ModelSection:
     """A tiny model with the recipe's own tokenizer, where that is here."""
     if recipe.model.tiny is not None:
         return recipe.model
-    own = next((p for p in (recipe.model.tokenizer, recipe.model.path) if p and (Path(p) / "tokenizer.json").is_file()), None)
+    own = next(
+        (p for p in (recipe.model.tokenizer, recipe.model.path) if p and (Path(p) / "tokenizer.json").is_file()), None
+    )
     return dataclasses.replace(
         recipe.model, path=None, tokenizer=own, tiny={"hidden_size": 16, "num_layers": 1, "num_heads": 2}
     )
 
 
 def _build_trainer(
-    recipe: Recipe, section: ModelSection, rewards: list[Any], rows: Any, eval_rows: Any, given: dict[str, Any], folder: str
+    recipe: Recipe,
+    section: ModelSection,
+    rewards: list[Any],
+    rows: Any,
+    eval_rows: Any,
+    given: dict[str, Any],
+    folder: str,
 ) -> None:
     model, tokenizer = parts.load_model(section, seed=0)
     model.save_pretrained(folder)  # the reference model is loaded from a folder

@@ -37,4 +37,6 @@ def load_named(reference: str, where: str) -> Any:
 
 
 def _looked() -> str:
-    return f"looked in the working folder {Path.cwd()} and among the installed packages; PYTHONPATH adds further folders"
+    return (
+        f"looked in the working folder {Path.cwd()} and among the installed packages; PYTHONPATH adds further folders"
+    )

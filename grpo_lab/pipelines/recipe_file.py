@@ -48,7 +48,9 @@ def _set(written: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
             place[at] = {"name": place[at]}
         if not isinstance(place[at], dict | list):
-            raise ValueError(f"`--{key}`: {step!r} is {place[at]!r} in the recipe, and not a section that holds {last!r}")
+            raise ValueError(
+                f"`--{key}`: {step!r} is {place[at]!r} in the recipe, and not a section that holds {last!r}"
+            )
         place, before = place[at], step
     place[_index(place, last, key) if isinstance(place, list) else last] = value
 
@@ -87,6 +89,6 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return yaml.load(text, Loader=RecipeLoader)  # noqa: S506  # a SafeLoader
+        return yaml.load(text, Loader=RecipeLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(f"{what} is no YAML: {error}") from error

@@ -116,7 +116,7 @@ def step_of(checkpoint: Path) -> int:
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in ``folder``, and why each newer one was passed over."""
-    passed = []
+    passed: list[str] = []
     found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
     for checkpoint in sorted(found, key=step_of, reverse=True):
         broken = what_is_broken(checkpoint)
@@ -238,4 +238,3 @@ class StopAtTheEnd(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps > 0:
             raise AtTheEnd
-

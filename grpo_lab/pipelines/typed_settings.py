@@ -53,7 +53,7 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list and get_args(kind)), None)
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
-    numbers = [kind for kind in (bool, int, float) if kind in kinds]
+    numbers: list[type] = [kind for kind in (bool, int, float) if kind in kinds]
     if not numbers or value is None or type(value) in kinds or (numbers == [bool] and str in kinds):
         return value
     other = [kind for kind in kinds if kind not in (bool, int, float, types.NoneType)]

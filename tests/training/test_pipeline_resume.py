@@ -204,7 +204,7 @@ def test_a_run_is_extended_and_never_shortened(whole: Path) -> None:
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
     again(folder, max_steps=4, save_steps=1)
     same(folder, whole)
-    with pytest.raises(ValueError, match="`max_steps` is 3, and .* has done 4 steps"):
+    with pytest.raises(ValueError, match=r"`max_steps` is 3, and .* has done 4 steps"):
         again(folder, max_steps=3)
     with pytest.raises(ValueError, match=r"learning_rate: 0.01 → 0.02"):
         again(folder, max_steps=5, learning_rate=2e-2)

@@ -6,7 +6,6 @@ Each as a real run of two steps, by the module of a team in the working folder.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from grpo_lab.cli import main
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.dry_run import dry_run
@@ -63,7 +64,11 @@ def test_a_model_that_is_not_tiny_is_stood_in_for(where: str, saved: Path, tmp_p
     written = {**GOOD, "model": {"path": path, "lora": {"r": 4, "target_modules": ["q_proj"]}}, "beta": 0.04}
     facts = dry_run(recipe_from({**written, "output_dir": str(tmp_path / "o")}))
     assert "stand-in" in facts["checked"]
-    assert facts["parameters"].startswith("not counted: 'Qwen") if where == "hub" else int(facts["parameters"].replace(",", ""))
+    assert (
+        facts["parameters"].startswith("not counted: 'Qwen")
+        if where == "hub"
+        else int(facts["parameters"].replace(",", ""))
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

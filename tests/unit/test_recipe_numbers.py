@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import Recipe, read_recipe, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
@@ -118,16 +119,15 @@ def test_switches_are_read_in_every_writing() -> None:
 def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     data = recipe_from({**read_yaml_text(TEXT), "data": {"loader": "word_problems", "n": "1e1"}}).data
     assert len(parts.load_rows(data)) == 10
-    for changed, message in (
-        ({"data": {"loader": "word_problems", "n": True}}, "`data.n` is True; it must be a whole number"),
-        ({"model": {"tiny": {"num_layers": "two"}}}, "`model.tiny.num_layers` is 'two'"),
-        ({"model": {"path": "m", "lora": {"r": "many"}}}, "`model.lora.r` is 'many'"),
-    ):
+    builders: list[tuple[dict[str, Any], Any, str]] = [
+        ({"data": {"loader": "word_problems", "n": True}}, lambda r: parts.load_rows(r.data), "`data.n` is True; it must be"),
+        ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
+        ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: parts.lora_config(r.model), "`model.lora.r` is 'many'"),
+    ]  # fmt: skip
+    for changed, build, message in builders:
         recipe = recipe_from({**read_yaml_text(TEXT), **changed})
         with pytest.raises(ValueError, match=message):
-            parts.load_rows(recipe.data)
-            parts.lora_config(recipe.model)
-            parts.load_model(recipe.model, seed=0)
+            build(recipe)
 
 
 @pytest.mark.parametrize("word", ["--cold_start.learning_rate", "--data.n", "--rewards.0.weight"])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from grpo_lab.pipelines.recipe import Recipe, recipe_from
 from grpo_lab.pipelines.resume import cut_metrics, newest_whole, set_aside, what_is_broken
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
-from safetensors.torch import save_file
 
 WRITTEN: dict[str, Any] = {
     "name": "r",
@@ -171,7 +172,13 @@ def test_broken_checkpoints_are_set_aside_not_removed(tmp_path: Path) -> None:
         set_aside(tmp_path, tmp_path / "checkpoint-2")
         save(tmp_path, 4)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"checkpoint-2", "checkpoint-4", "broken-checkpoint-4", "broken-checkpoint-4-2", "broken-checkpoint-6"}
+    assert names == {
+        "checkpoint-2",
+        "checkpoint-4",
+        "broken-checkpoint-4",
+        "broken-checkpoint-4-2",
+        "broken-checkpoint-6",
+    }
 
 
 def test_none_is_whole(tmp_path: Path) -> None:
