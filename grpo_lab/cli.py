@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_lab.pipelines.named_objects import working_folder_on_path
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3."""
+    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3.
+
+    A training that ended on a signal with a checkpoint (``enable_jit_checkpoint``): 75, ``EXIT_INTERRUPTED``.
+    """
+    working_folder_on_path()
     parser = _parser()
     known, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
@@ -110,9 +116,14 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
         dry_run(recipe)
         return 0
+    from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Interrupted
     from grpo_lab.pipelines.train import train
 
-    train(recipe, overwrite=known.overwrite, resume=known.resume)
+    try:
+        train(recipe, overwrite=known.overwrite, resume=known.resume)
+    except Interrupted as stop:
+        print(f"grpo-lab: {stop}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -5,9 +5,10 @@ import sys
 from accelerate import PartialState
 
 from grpo_lab.cli import main
+from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED
 
 if __name__ == "__main__":
     code = main(["train", *sys.argv[1:]])
-    if code == 0:
+    if code in (0, EXIT_INTERRUPTED):  # all processes come here
         PartialState().destroy_process_group()  # gloo's threads would race with the interpreter's end
     sys.exit(code)

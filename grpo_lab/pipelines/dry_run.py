@@ -1,7 +1,11 @@
-"""``--dry-run``: what will happen, without doing it."""
+"""``--dry-run``: what will happen, without doing it; everything is checked that needs neither a GPU nor the network."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,11 +14,28 @@ from rich.table import Table
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.recipe import ModelSection, Recipe
+
+log = logging.getLogger(__name__)
+
+#: What only the machine of the run can have: number formats of a GPU, engines, sharding, kernels.
+OF_THE_MACHINE: dict[str, Any] = {
+    "bf16": False, "fp16": False, "tf32": None, "bf16_full_eval": False, "fp16_full_eval": False, "torch_compile": False,
+    "fsdp": None, "fsdp_config": None, "deepspeed": None, "use_liger_kernel": False, "dataloader_pin_memory": False,
+}  # fmt: skip
+#: What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded.
+NOT_BUILT: dict[str, Any] = {
+    "use_cpu": True, "use_vllm": False, "rollout": None, "push_to_hub": False, "report_to": "none", "model_init_kwargs": None,
+    "enable_jit_checkpoint": False,
+}  # fmt: skip
 
 
 def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
-    """Print the plan of ``recipe`` as a table and return it. Loads rows and (local) configs, trains nothing."""
+    """Print the plan of ``recipe`` as a table and return it. Loads rows and (local) configs, trains nothing.
+
+    Raises:
+        ValueError: whatever ``train`` would refuse, as far as it can be known here.
+    """
     facts = describe(recipe)
     table = Table(
         title=f"{recipe.name}: what will happen", box=box.SIMPLE_HEAD, show_header=False, title_justify="left"
@@ -32,7 +53,8 @@ def describe(recipe: Recipe) -> dict[str, str]:
     from grpo_lab.trainer.algorithm import algorithm_from
     from grpo_lab.trainer.named_parts import with_class_parts
 
-    config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, parts.lab_config(recipe))
+    recipe = parts.numbers_read(recipe)
+    config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, _config(recipe))
     algorithm = algorithm_from(config, config.lab_settings)
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     facts = {
@@ -50,22 +72,137 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
         "learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type}), {config.optim}",
         "processes": str(config.world_size),
-        "output folder": str(recipe.output_dir),
+        "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
+    facts |= _around(recipe)
+    facts["checked"] = _checked(recipe)
+    return facts
+
+
+def _taken(folder: Path) -> str:
+    """A folder that is not empty needs a word on the command line."""
+    return " (not empty: give --resume or --overwrite)" if folder.is_dir() and any(folder.iterdir()) else ""
+
+
+def _around(recipe: Recipe) -> dict[str, str]:
+    """What the recipe says beside the training itself."""
+    facts = {}
     if recipe.cold_start is not None:
-        facts["cold start"] = f"{_rows(recipe.cold_start.data)}; {dict(recipe.cold_start.arguments)}"
+        from grpo_lab.trainer.cold_start import SFTConfig
+        from grpo_lab.trainer.settings import refuse_unknown
+
+        refuse_unknown(recipe.cold_start.arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+        facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
+    if recipe.eval_dataset is not None:
+        facts["evaluated on the way"] = _rows(recipe.eval_dataset, "eval_dataset")
     if recipe.evaluation is not None:
-        facts["evaluation"] = f"{_rows(recipe.evaluation.data)}, judged by {recipe.evaluation.reward.name}"
+        parts.build_reward(recipe.evaluation.reward, "evaluation.reward")
+        judged = f"judged by {recipe.evaluation.reward.name}"
+        facts["evaluation"] = f"{_rows(recipe.evaluation.data, 'evaluation.data')}, {judged}"
+    for name, sections in (("callbacks", recipe.callbacks), ("tools", recipe.tools)):
+        if sections:
+            facts[name] = ", ".join(section.name for section in sections)
+    if recipe.environment_factory is not None:
+        facts["environment"] = recipe.environment_factory.name
     if recipe.model.expected:
         facts["public numbers"] = recipe.model.expected
     return facts
 
 
-def _rows(section: Any) -> str:
+def _config(recipe: Recipe, **more: Any) -> Any:
+    """``LabConfig`` without what only the machine of the run can have."""
+    asked = recipe.arguments
+    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if asked.get(one) and asked.get(other):
+            raise ValueError(f"`{one}` and `{other}` are both true; at most one of them can be")
+    return parts.lab_config(recipe, **OF_THE_MACHINE, **more)
+
+
+def _checked(recipe: Recipe) -> str:
+    """Build every part and, around a small stand-in model, the trainer itself: its own checks speak here."""
+    rewards = [parts.build_reward(section) for section in recipe.rewards]
+    of_trainer = parts.trainer_parts(recipe)
+    rows = _loaded(recipe.data, "data")
+    eval_rows = None if recipe.eval_dataset is None else _loaded(recipe.eval_dataset, "eval_dataset")
+    parts.check_golds(rows, rewards) if rows is not None else None
+    if rows is None or (recipe.eval_dataset is not None and eval_rows is None):
+        return "rewards, parts and settings; not the trainer with its rows, which are not here"
+    model = _stand_in(recipe)
+    if model.tokenizer is None and not recipe.model.tiny and (recipe.tools or recipe.environment_factory):
+        return "rewards, parts, rows and settings; not the trainer: tools need the model's chat template, not here"
+    with tempfile.TemporaryDirectory() as folder:
+        _build_trainer(recipe, model, rewards, rows, eval_rows, of_trainer, folder)
+    return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
+
+
+def _stand_in(recipe: Recipe) -> ModelSection:
+    """A tiny model with the recipe's own tokenizer, where that is here."""
+    if recipe.model.tiny is not None:
+        return recipe.model
+    own = next(
+        (p for p in (recipe.model.tokenizer, recipe.model.path) if p and (Path(p) / "tokenizer.json").is_file()), None
+    )
+    return dataclasses.replace(
+        recipe.model, path=None, tokenizer=own, tiny={"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    )
+
+
+def _build_trainer(
+    recipe: Recipe,
+    section: ModelSection,
+    rewards: list[Any],
+    rows: Any,
+    eval_rows: Any,
+    given: dict[str, Any],
+    folder: str,
+) -> None:
+    model, tokenizer = parts.load_model(section, seed=0)
+    model.save_pretrained(folder)  # the reference model is loaded from a folder
+    tokenizer.save_pretrained(folder)
+    if section is not recipe.model and given["peft_config"] is not None:
+        given = {**given, "peft_config": None}  # its target modules are the real model's
+    parts.trainer_class(recipe)(
+        model=folder,
+        reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in rewards] or None,
+        args=_config(recipe, **NOT_BUILT, output_dir=folder),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _scorer(name: str) -> Any:
+    """In place of a reward model, under the name that TRL gives it."""
+
+    def score(completions: list[Any], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    score.__name__ = name.split("/")[-1]
+    return score
+
+
+def _loaded(section: Any, where: str) -> Any:
+    """The rows; None where they are on the hub and not here."""
     try:
-        count = f"{len(parts.load_rows(section)):,}"
+        return parts.load_rows(section, where)
     except (ValueError, OSError) as error:
-        if section.loader == "word_problems" or parts.is_local(section.arguments.get("source")):
+        if not _may_be_elsewhere(section, error):
+            raise
+        return None
+
+
+def _may_be_elsewhere(section: Any, error: Exception) -> bool:
+    source = section.arguments.get("source")
+    unknown = section.loader not in parts.LOADERS or isinstance(error.__cause__, TypeError)
+    here = section.loader in ("word_problems", "file") or (source is not None and parts.looks_local(str(source)))
+    return not (unknown or here or parts.is_local(source))
+
+
+def _rows(section: Any, where: str = "data") -> str:
+    try:
+        count = f"{len(parts.load_rows(section, where)):,}"
+    except (ValueError, OSError) as error:
+        if not _may_be_elsewhere(section, error):
             raise
         count = f"not loaded here ({str(error).splitlines()[0][:100]})"
     return f"{count} from {section.loader} {dict(section.arguments)}"
@@ -76,14 +213,33 @@ def _parameters(recipe: Recipe) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if recipe.model.tiny is not None:
-        model, _ = parts.load_model(recipe.model, seed=0)
-    elif recipe.model.path is not None and parts.is_local(recipe.model.path):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
+    section = recipe.model
+    if section.tiny is not None:
+        model, _ = parts.load_model(section, seed=0)
+    elif section.path is not None and parts.is_local(section.path):
+        if (Path(section.path) / "adapter_config.json").is_file():
+            return f"not counted: {section.path!r} is an adapter"
+        with torch.device("meta"), parts.loading(section.path):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(section.path))
+        parts.load_tokenizer(section)
+        _check_lora(section, model)
+    elif section.path is not None and parts.looks_local(section.path):
+        raise ValueError(f"`model.path` is {section.path!r}: no such folder")
     else:
-        return f"not counted: {recipe.model.path!r} is a hub name and is loaded when training starts"
+        return f"not counted: {section.path!r} is a hub name and is loaded when training starts"
     return f"{sum(p.numel() for p in model.parameters()):,}"
+
+
+def _check_lora(section: ModelSection, model: Any) -> None:
+    """The adapter's target modules must be in the model; nothing is allocated."""
+    import copy
+
+    import torch
+    from peft import get_peft_model
+
+    if section.lora is not None:
+        with torch.device("meta"):
+            get_peft_model(copy.deepcopy(model), parts.lora_config(section))
 
 
 def _source(objective: str) -> str:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, ModelSection, Recipe, RewardSection
+from grpo_lab.pipelines.named_objects import load_named
+from grpo_lab.pipelines.recipe import (
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    PartSection,
+    Recipe,
+    RewardSection,
+)
+from grpo_lab.pipelines.typed_settings import hints_of, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,7 +42,7 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
         raise ValueError(f"`{where}.loader` is {section.loader!r}; it must be one of {sorted(LOADERS)}")
     load = getattr(import_module("grpo_lab.data"), LOADERS[section.loader])
     try:
-        rows = load(**section.arguments, template=section.template)
+        rows = load(**typed(section.arguments, load, where), template=section.template)
     except TypeError as error:
         raise ValueError(f"`{where}` does not fit the loader {section.loader!r}: {error}") from error
     if section.limit is not None:
@@ -41,7 +51,10 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:
-    """The reward that ``section`` names: one of ours, or ``"module:attribute"`` of a team."""
+    """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model.
+
+    A reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from.
+    """
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
     elif section.name in SHAPING:
@@ -49,23 +62,39 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
 
         return _built(trl_rewards.SHAPING[section.name], section, where)
     elif ":" in section.name:
-        module, _, attribute = section.name.partition(":")
-        try:
-            kind = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"`{where}`: {section.name!r} cannot be loaded: {error}") from error
+        kind = load_named(section.name, where)
+    elif "/" in section.name or is_local(section.name):
+        return _reward_model(section, where)
     else:
         raise ValueError(
-            f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, or 'module:attribute'"
+            f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, 'module:attribute', or "
+            "a reward model: a folder here or a hub name 'owner/name'"
         )
     if not isinstance(kind, type):
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
 
 
+def _reward_model(section: RewardSection, where: str) -> str:
+    """TRL loads it; what can be seen without the weights is looked at here."""
+    from transformers import AutoConfig
+
+    name = section.name
+    if where != "rewards":
+        raise ValueError(f"`{where}` is {name!r}: a reward model trains, it does not judge whether an answer is right")
+    if section.arguments:
+        raise ValueError(f"`{where}`: the reward model {name!r} takes no arguments; got {sorted(section.arguments)}")
+    if is_local(name):
+        with loading(name):
+            AutoConfig.from_pretrained(name)
+    elif looks_local(name):
+        raise ValueError(f"`{where}`: no such folder {name!r}; a reward model is a folder here or a hub name")
+    return name
+
+
 def _built(kind: Any, section: RewardSection, where: str) -> Any:
     try:
-        return kind(**section.arguments)
+        return kind(**typed(section.arguments, kind, where))
     except TypeError as error:
         raise ValueError(f"`{where}`: {section.name!r} does not take these arguments: {error}") from error
 
@@ -99,7 +128,7 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
     if section.tiny is not None:
         from grpo_lab.testing import tiny_model
 
-        settings = {"seed": seed, **section.tiny}
+        settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
         return tiny_model(**settings, tokenizer=section.tokenizer)
     from transformers import AutoModelForCausalLM
 
@@ -129,32 +158,122 @@ def loading(model: str) -> Iterator[None]:
 
 
 def lora_config(section: ModelSection) -> Any:
-    """``peft.LoraConfig`` of the section; None trains all weights."""
+    """``peft.LoraConfig`` of the section; None trains all weights. ValueError for a key that it does not have."""
     if section.lora is None:
         return None
     from peft import LoraConfig
 
-    return LoraConfig(task_type="CAUSAL_LM", **section.lora)
+    from grpo_lab.trainer.settings import refuse_unknown
+
+    refuse_unknown(section.lora, [f.name for f in dataclasses.fields(LoraConfig)], "`model.lora`")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **typed(section.lora, LoraConfig, "model.lora")})
 
 
 def trainer_class(recipe: Recipe) -> Any:
-    """``trainer:`` of the recipe: a name of ours or ``module:Class``."""
-    module, _, name = recipe.trainer.rpartition(":")
+    """``trainer:`` of the recipe: a name of ours or ``module:Class``, a ``LabTrainer`` in any case."""
+    from grpo_lab import LabTrainer
+
+    if ":" in recipe.trainer:
+        found = load_named(recipe.trainer, "trainer")
+    else:
+        try:
+            found = getattr(import_module("grpo_lab"), recipe.trainer)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"`trainer` is {recipe.trainer!r}, which cannot be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, LabTrainer)):
+        raise ValueError(f"`trainer` is {recipe.trainer!r}, which is {found!r}; it must be a subclass of LabTrainer")
+    return found
+
+
+def build_part(section: PartSection, where: str) -> Any:
+    """A callback or an environment: a class is built with the section's arguments, anything else is taken as it is."""
+    found = load_named(section.name, where)
+    if not isinstance(found, type):
+        if section.arguments:
+            raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
+        return found
     try:
-        return getattr(import_module(module or "grpo_lab"), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"`trainer` is {recipe.trainer!r}, which cannot be loaded: {error}") from error
+        return found(**typed(section.arguments, found, where))
+    except TypeError as error:
+        raise ValueError(f"`{where}`: {section.name!r} does not take these arguments: {error}") from error
 
 
-def lab_config(recipe: Recipe) -> Any:
-    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights."""
+def trainer_parts(recipe: Recipe) -> dict[str, Any]:
+    """What the trainer is given beside model, rewards, rows and configuration, by the names of its arguments."""
+    environment = recipe.environment_factory
+    for tool in recipe.tools:
+        if tool.arguments:
+            raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
+    found: dict[str, Any] = {
+        "callbacks": [build_part(section, "callbacks") for section in recipe.callbacks],
+        "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
+        "environment_factory": None,
+        "peft_config": lora_config(recipe.model),
+    }
+    if environment is not None:
+        factory = load_named(environment.name, "environment_factory")
+        given = typed(environment.arguments, factory, "environment_factory")
+        found["environment_factory"] = functools.partial(factory, **given) if given else factory
+    return found
+
+
+def lab_config(recipe: Recipe, **more: Any) -> Any:
+    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights.
+
+    Args:
+        more: settings in place of the recipe's (a dry run's, which has no GPU).
+    """
     from grpo_lab import LabConfig
 
-    settings = {"output_dir": str(recipe.output_dir), "report_to": "none", **recipe.arguments}
-    settings.setdefault("reward_weights", [reward.weight for reward in recipe.rewards])
+    settings = {"output_dir": str(recipe.output_dir), "report_to": "none", **numbers_read(recipe).arguments, **more}
+    if recipe.rewards:
+        settings.setdefault("reward_weights", [reward.weight for reward in recipe.rewards])
+    _check_eval(recipe, settings)
     return LabConfig(**settings)
+
+
+def numbers_read(recipe: Recipe) -> Recipe:
+    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
+    from grpo_lab import LabConfig
+    from grpo_lab.trainer import settings
+    from grpo_lab.trainer.rollout_seam import RolloutSettings
+    from grpo_lab.trainer.sampler_seam import SamplerSettings
+
+    mappings: dict[str, Any] = {
+        "objective": settings.ObjectiveSettings,
+        "advantage": settings.AdvantageSettings,
+        "kl": settings.KLSettings,
+        "update": settings.UpdateSettings,
+        "rollout": RolloutSettings,
+        "sampler": SamplerSettings,
+    }
+    arguments = typed(recipe.arguments, LabConfig)
+    for name, kind in mappings.items():
+        if isinstance(arguments.get(name), Mapping):
+            arguments[name] = typed(arguments[name], kind, name)
+    for name in set(arguments) & set(hints_of(LabConfig)):
+        if arguments[name] is True and name in (*mappings, "output_dir", "reward_schedules"):
+            raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
+    return dataclasses.replace(recipe, arguments=arguments)
+
+
+def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
+    """Evaluation on the way: its rows and ``eval_strategy`` belong together."""
+    when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
+    if when != "no" and recipe.eval_dataset is None:
+        raise ValueError(
+            f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, such "
+            "as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
+        )
+    if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
+        raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
 
 
 def is_local(path: str | None) -> bool:
     """Whether a model or data set is a folder here rather than a hub name."""
     return path is not None and Path(path).is_dir()
+
+
+def looks_local(path: str) -> bool:
+    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1

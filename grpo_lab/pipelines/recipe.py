@@ -1,7 +1,8 @@
 """A recipe: one short YAML that says everything a run is.
 
-Five sections are ours (``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, plus ``name`` and ``trainer``); every
-other key is a field of ``LabConfig``, flat, as TRL users write it. A recipe is arguments, not a program.
+Our sections are ``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, ``eval_dataset``, ``callbacks``, ``tools``,
+``environment_factory``, plus ``name`` and ``trainer``; every other key is a field of ``LabConfig``, flat, as TRL users write it.
+A recipe is arguments, not a program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 from grpo_lab.pipelines.recipe_file import read_yaml
 
-SECTIONS = ("name", "trainer", "model", "data", "rewards", "cold_start", "evaluation")
+SECTIONS = (
+    "name", "trainer", "model", "data", "rewards", "cold_start", "evaluation", "eval_dataset", "callbacks", "tools",
+    "environment_factory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RewardSection:
-    """One reward: registered name or ``"module:attribute"``, its weight, its arguments."""
+    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its arguments."""
 
     name: str
     weight: float = 1.0
@@ -75,6 +79,14 @@ class RewardSection:
 
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 """What judges answers where a recipe does not say."""
+
+
+@dataclass(frozen=True)
+class PartSection:
+    """Something of a team's, ``"module:attribute"``, with its arguments: a callback, a tool, an environment."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,12 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole run. ``arguments`` are ``LabConfig``'s."""
+    """A whole run. ``arguments`` are ``LabConfig``'s.
+
+    Args:
+        eval_dataset: rows that TRL evaluates on during training, by the training rewards (``eval_strategy``).
+        callbacks, tools, environment_factory: as the arguments of these names of ``trl.GRPOTrainer``.
+    """
 
     name: str
     model: ModelSection
@@ -131,6 +148,10 @@ class Recipe:
     trainer: str = "LabTrainer"
     cold_start: ColdStartSection | None = None
     evaluation: EvaluationSection | None = None
+    eval_dataset: DataSection | None = None
+    callbacks: tuple[PartSection, ...] = ()
+    tools: tuple[PartSection, ...] = ()
+    environment_factory: PartSection | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,7 +174,10 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
     for section in ("model", "data", "rewards"):
         if section not in written:
             raise ValueError(f"the recipe has no section `{section}`; it needs model, data and rewards")
-    evaluation, cold_start, rewards = written.get("evaluation"), written.get("cold_start"), written["rewards"]
+    rewards = written["rewards"]
+    evaluation, cold_start, environment, eval_rows = (
+        written.get(name) for name in ("evaluation", "cold_start", "environment_factory", "eval_dataset")
+    )
     if not isinstance(rewards, list | tuple):
         raise ValueError(
             f"`rewards` is {rewards!r}; it must be a list, each a name or a mapping {{name: …, weight: …, …}}"
@@ -166,6 +190,10 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
         rewards=tuple(reward_section(entry) for entry in rewards),
         cold_start=None if cold_start is None else _cold_start(cold_start),
         evaluation=None if evaluation is None else evaluation_section(evaluation),
+        eval_dataset=None if eval_rows is None else data_section(eval_rows, "eval_dataset"),
+        callbacks=_parts(written.get("callbacks"), "callbacks"),
+        tools=_parts(written.get("tools"), "tools"),
+        environment_factory=None if environment is None else part_section(environment, "environment_factory"),
         arguments={key: value for key, value in written.items() if key not in SECTIONS},
     )
 
@@ -198,6 +226,22 @@ def reward_section(written: Any) -> RewardSection:
             raise ValueError(f"`weight` of reward {written['name']!r} is {weight!r}; it must be a number")
         return RewardSection(str(written["name"]), float(weight), rest)
     raise ValueError(f"`rewards` holds {written!r}; each is a name or a mapping {{name: …, weight: …, …}}")
+
+
+def part_section(written: Any, where: str) -> PartSection:
+    """A callback, tool or environment, written as ``"module:attribute"`` or as a mapping. ValueError for another form."""
+    section = {"name": written} if isinstance(written, str) else written
+    if not isinstance(section, Mapping) or ":" not in str(section.get("name", "")):
+        raise ValueError(
+            f"`{where}` holds {written!r}; it must be 'module:attribute' or {{name: 'module:attribute', …}}"
+        )
+    return PartSection(str(section["name"]), {key: value for key, value in section.items() if key != "name"})
+
+
+def _parts(written: Any, where: str) -> tuple[PartSection, ...]:
+    if written is not None and not isinstance(written, list | tuple):
+        raise ValueError(f"`{where}` is {written!r}; it must be a list")
+    return tuple(part_section(entry, where) for entry in written or ())
 
 
 def _cold_start(written: Mapping[str, Any]) -> ColdStartSection:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+#: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
+NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
+LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-3`` is a number, as in YAML 1.2; YAML 1.1 wants ``1.0e-3`` and takes the rest as text."""
+
+
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"), list("-+0123456789.")
+)
 
 
 def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -23,12 +37,21 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> None:
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}`` that it stands for."""
     *path, last = key.split(".")
     place: Any = written
+    before = ""
     for step in path:
-        place = place[_index(place, step, key)] if isinstance(place, list) else place.setdefault(step, {})
-        if not isinstance(place, dict | list):
-            raise ValueError(f"`--{key}`: {step!r} is not a section of the recipe")
+        at: Any = _index(place, step, key) if isinstance(place, list) else step
+        if isinstance(place, dict) and place.get(at) is None:
+            place[at] = {}
+        if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
+            place[at] = {"name": place[at]}
+        if not isinstance(place[at], dict | list):
+            raise ValueError(
+                f"`--{key}`: {step!r} is {place[at]!r} in the recipe, and not a section that holds {last!r}"
+            )
+        place, before = place[at], step
     place[_index(place, last, key) if isinstance(place, list) else last] = value
 
 
@@ -41,7 +64,11 @@ def _index(place: list[Any], step: str, key: str) -> int:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``)."""
+    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
+
+    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError for a
+    dotted one, which is a number or a name far more often than a switch.
+    """
     found: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -50,23 +77,18 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"did not expect {word!r} on the command line; settings are given as --key value")
         key, equals, value = word[2:].partition("=")
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[key.replace("-", "_") if "." not in key else key] = _value(value, key)
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif "." in key:
+                raise ValueError(f"`--{key}` has no value; give one, `--{key} VALUE` (a switch: true or false)")
+            else:
+                value = "true"
+        found[key.replace("-", "_") if "." not in key else key] = _parsed(value, f"`--{key}` {value!r}")
     return found
-
-
-def _value(text: str, key: str) -> Any:
-    value = _parsed(text, f"`--{key}` {text!r}")
-    if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
-        try:
-            return float(value) if any(c.isdigit() for c in value) else value
-        except ValueError:
-            return value
-    return value
 
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=RecipeLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(f"{what} is no YAML: {error}") from error

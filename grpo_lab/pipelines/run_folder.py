@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import shutil
 from dataclasses import asdict
@@ -18,13 +19,13 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation.files import write_json
+from grpo_lab.evaluation.files import write_json, write_text
 from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, differences, newest_whole
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
-
-#: where a rollout server is: a run may go on with another one
-ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -38,20 +39,18 @@ def fingerprint(recipe: Recipe) -> str:
 def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be resumed from.
 
+    A resumed run may differ in what cannot change its past (``CANNOT_CHANGE_THE_PAST``), and logs what differs.
+
     Raises:
         ValueError: the folder belongs to another run, or this run is there already and neither flag is given.
     """
     folder = recipe.output_dir
     marker = folder / "run.json"
+    changed: list[Difference] = []
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume contradict each other; give one of them")
     if marker.is_file() and not overwrite:
-        found = read_marker(marker)
-        if found.get("fingerprint") != fingerprint(recipe):
-            raise ValueError(
-                f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings); choose another "
-                "`--output_dir`, or give --overwrite"
-            )
-        if not resume:
-            raise ValueError(f"`output_dir` {str(folder)!r} holds this run already; give --resume or --overwrite")
+        changed = _changed(recipe, read_marker(marker), resume)
     elif folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
         raise ValueError(
             f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
@@ -60,16 +59,54 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     if not resume:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     if overwrite:
-        start = Path(recipe.model.path or "").resolve()
-        for stale in (*folder.glob("checkpoint-*"), folder / "cold_start"):
-            if start != stale.resolve():  # what this very run starts from stays
-                shutil.rmtree(stale, ignore_errors=True)
+        _remove_earlier(recipe)
     if overwrite or not marker.is_file():
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
-    (folder / "recipe.yaml").write_text(
-        yaml.safe_dump(json.loads(json.dumps(asdict(recipe), default=str)), sort_keys=False)
-    )
+    elif any(found.of(*LENGTH, "evaluation") for found in changed):
+        _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
+    if any(found.of("evaluation") for found in changed):
+        shutil.rmtree(folder / "evaluation", ignore_errors=True)
+    write_text(folder / "recipe.yaml", yaml.safe_dump(as_written(recipe), sort_keys=False))
+    for one in changed:
+        log.warning("resumed with another setting: %s", one)
     return folder
+
+
+def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:
+    """What differs from the run in the folder, where that may differ. ValueError otherwise."""
+    folder = recipe.output_dir
+    changed = differences(folder, recipe)
+    same = found.get("fingerprint") == fingerprint(recipe)
+    refused = [] if same else [str(one) for one in changed or () if not one.allowed]
+    if refused or (changed is None and not same):
+        named = f": {'; '.join(refused)}. A resumed run cannot have these" if refused and resume else ""
+        raise ValueError(
+            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings{named}); choose another "
+            "`--output_dir`, or give --overwrite"
+        )
+    if not resume:
+        raise ValueError(f"`output_dir` {str(folder)!r} holds this run already; give --resume or --overwrite")
+    return changed or []
+
+
+def _reopen(folder: Path, longer: bool) -> None:
+    """There is something left to do in a finished run: a longer training, another evaluation."""
+    found = read_marker(folder / "run.json")
+    if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
+        raise ValueError(
+            f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot be trained "
+            "further"
+        )
+    write_run(folder, {**found, "finished": False})
+
+
+def _remove_earlier(recipe: Recipe) -> None:
+    """What a resumed run, or a report of it, would take for its own. What this very run starts from stays."""
+    folder, start = recipe.output_dir, Path(recipe.model.path or "").resolve()
+    earlier = (*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"))
+    for stale in (*earlier, folder / "cold_start", folder / "evaluation"):
+        if start != stale.resolve():
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def write_run(folder: Path, summary: dict[str, Any]) -> None:

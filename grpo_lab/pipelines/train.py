@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, versions, write_run
+from grpo_lab.pipelines.resume import (
+    AtTheEnd,
+    StopAtTheEnd,
+    broken_weights,
+    going_on,
+    newest_whole,
+    step_of,
+)
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, versions, write_run
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
@@ -30,28 +41,41 @@ class Outcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outcome:
-    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes."""
+    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes.
+
+    Raises:
+        ValueError: a setting that cannot be, or a folder that is not this run's.
+        Interrupted: asked to end by a signal, with ``enable_jit_checkpoint``; the run can be resumed.
+    """
+    recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
+    with Termination(recipe.output_dir, config.enable_jit_checkpoint) as termination:
+        return _stages(recipe, config, overwrite, resume, termination)
+
+
+def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination) -> Outcome:
     state = PartialState()
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
     folder = recipe.output_dir
-    seconds: dict[str, float] = {}
-    rewards = [parts.build_reward(section) for section in recipe.rewards]
-    rows = parts.load_rows(recipe.data)
-    parts.check_golds(rows, rewards)
-    parts.check_evaluation(recipe.evaluation)
+    record = read_marker(folder / "run.json")
+    if resume and record.get("finished"):
+        return _as_it_is(folder)
+    seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
+    materials = Materials.of(recipe)
+    trained = bool(resume and record.get("trained"))
+    checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
     start = _start_model(recipe, folder, config, resume, seconds)
-    before = (
-        _evaluate(recipe, start, folder / "evaluation" / "before", seconds, "before") if state.is_main_process else None
-    )
-    trainer = _reinforce(recipe, config, start, rewards, rows, folder, resume, seconds)
-    summary = _summary(recipe, trainer, rows, seconds)
+    before = _before(recipe, start, folder, seconds, resume) if state.is_main_process else None
+    if trained:
+        console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
+    else:
+        record = _reinforce(recipe, config, start, materials, checkpoint, seconds, termination)
     if not state.is_main_process:
         return Outcome(folder, None, None, None)
     after = _evaluate(recipe, str(folder), folder / "evaluation" / "after", seconds, "after")
-    write_run(folder, {**summary, "seconds": seconds, "finished": True})
+    write_run(folder, {**record, "seconds": seconds, "finished": True})
     report = write_report(folder)
     if after is None:
         console.print(f"report: {report}", soft_wrap=True)
@@ -61,12 +85,41 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     return Outcome(folder, report, before, after)
 
 
+@dataclass(frozen=True)
+class Materials:
+    """What the recipe names, loaded and looked at before the first stage begins."""
+
+    rows: Any
+    eval_rows: Any
+    rewards: list[Any]
+    of_trainer: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Materials:
+        """Raises ``ValueError`` for whatever cannot be loaded, or golds that cannot be read."""
+        rewards = [parts.build_reward(section) for section in recipe.rewards]
+        of_trainer = parts.trainer_parts(recipe)
+        rows = parts.load_rows(recipe.data)
+        parts.check_golds(rows, rewards)
+        eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
+        parts.check_evaluation(recipe.evaluation)
+        return cls(rows, eval_rows, rewards, of_trainer)
+
+
+def _as_it_is(folder: Path) -> Outcome:
+    """A finished run is left alone: no step more, no evaluation again."""
+    console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
+    record = read_run(folder)
+    report = folder / "report.html"
+    return Outcome(folder, report if report.is_file() else None, record.before, record.after)
+
+
 def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, seconds: dict[str, float]) -> str:
     """Folder or hub name of the model that RL starts from; made here where it is tiny or has a cold start."""
     start = folder / "cold_start"
     if recipe.cold_start is None and recipe.model.path is not None and recipe.model.tokenizer is None:
         return recipe.model.path
-    if resume and (start / "config.json").is_file():
+    if resume and _is_whole(start):
         return str(start)
     model, tokenizer = parts.load_model(recipe.model, config.seed)
     if recipe.cold_start is not None:
@@ -87,39 +140,81 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
     return str(start)
 
 
+def _is_whole(start: Path) -> bool:
+    """Whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
+
+
 def _reinforce(
-    recipe: Recipe,
-    config: Any,
-    start: str,
-    rewards: list[Any],
-    rows: Any,
-    folder: Path,
-    resume: bool,
-    seconds: dict[str, float],
-) -> Any:
+    recipe: Recipe, config: Any, start: str, materials: Materials, checkpoint: Path | None, seconds: dict[str, float],
+    termination: Termination,
+) -> dict[str, Any]:  # fmt: skip
+    """Train, save the model; what ``run.json`` says of it."""
     console.rule(f"reinforcement: {recipe.trainer}")
-    began = time.perf_counter()
-    trainer = parts.trainer_class(recipe)(
-        model=start,
-        reward_funcs=rewards,
-        args=config,
-        train_dataset=rows,
-        processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
-        peft_config=parts.lora_config(recipe.model),
-        callbacks=[MetricsFile(folder / "metrics.jsonl")],
-    )
+    folder, began = recipe.output_dir, time.perf_counter()
+    trainer = _build_trainer(recipe, config, start, materials)
     trainer.accelerator.wait_for_everyone()
-    if trainer.accelerator.is_main_process:
-        write_run(folder, {**_summary(recipe, trainer, rows, seconds), "finished": False})
-    trainer.train(resume_from_checkpoint=resume and _has_checkpoint(folder))
-    seconds["reinforcement"] = round(time.perf_counter() - began, 1)
+    record = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
+    main = trainer.accelerator.is_main_process
+    if main:
+        write_run(folder, record)
+    with termination.in_training(trainer):
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except AtTheEnd:
+            console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
+    seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
+    _end_if_asked(trainer, termination, folder, record)
     trainer.save_model(str(folder))
     trainer.create_model_card(model_name=recipe.name)
-    return trainer
+    record["trained"] = trainer.state.global_step
+    if main:
+        write_run(folder, record)
+    return record
 
 
-def _has_checkpoint(folder: Path) -> bool:
-    return any(folder.glob("checkpoint-*"))
+def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials) -> Any:
+    given = dict(materials.of_trainer)
+    own = [MetricsFile(recipe.output_dir / "metrics.jsonl"), StopAtTheEnd()]
+    return parts.trainer_class(recipe)(
+        model=start,
+        reward_funcs=materials.rewards or None,
+        args=config,
+        train_dataset=materials.rows,
+        eval_dataset=materials.eval_rows,
+        processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
+        callbacks=[*given.pop("callbacks"), *own],
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _end_if_asked(trainer: Any, termination: Termination, folder: Path, record: dict[str, Any]) -> None:
+    """Raise ``Interrupted`` on every process if one was asked to end; see to it that there is a checkpoint."""
+    asked = next(filter(None, gather_object([termination.asked])), None)
+    if asked is None:
+        return
+    newest, _ = newest_whole(folder)
+    if newest is None or step_of(newest) < trainer.state.global_step - 1:  # asked for after the last chance to save
+        trainer._save_checkpoint(trainer.model, trial=None)
+        newest, _ = newest_whole(folder)
+    trainer.accelerator.wait_for_everyone()
+    step = trainer.state.global_step if newest is None else step_of(newest)
+    if trainer.accelerator.is_main_process:
+        write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})
+    raise Interrupted(asked, step, folder)
+
+
+def _before(
+    recipe: Recipe, start: str, folder: Path, seconds: dict[str, float], resume: bool
+) -> EvaluationResult | None:
+    """The model that RL starts from, measured once: a resumed run has the same start, and reads what was found."""
+    target = folder / "evaluation" / "before"
+    if resume and (target / "summary.json").is_file() and recipe.evaluation is not None and recipe.evaluation.before:
+        found = read_run(folder).before
+        if found is not None:
+            console.print("evaluation before reinforcement: as it was made", highlight=False)
+            return found
+    return _evaluate(recipe, start, target, seconds, "before")
 
 
 def _evaluate(

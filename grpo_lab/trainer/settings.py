@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 DEAD_GROUPS = ("skip", "keep", "resample")
@@ -152,5 +154,6 @@ def load_object(reference: str, setting: str) -> Any:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"`{setting}` is {reference!r}, which cannot be loaded: {error}") from error
+        looked = f"looked on Python's path, which starts with {sys.path[0] or Path.cwd()}"
+        raise ValueError(f"`{setting}` is {reference!r}, which cannot be loaded: {error} ({looked})") from error
     return found() if isinstance(found, type) else found

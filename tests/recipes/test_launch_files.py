@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -60,12 +63,17 @@ def test_a_machine_of_a_multi_node_run_gets_its_place() -> None:
 # -- Slurm ---------------------------------------------------------------------------------------------------------------
 
 STAND_INS = {
-    "scontrol": 'echo "$*" >> "$LOG"; printf "n1\\nn2\\nn3\\n" | head -n "$NODES"',
+    "scontrol": 'echo "scontrol $*" >> "$LOG"; printf "n1\\nn2\\nn3\\n" | head -n "$NODES"',
     # drops its own options, runs the rest once, as the task of rank 1
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec env SLURM_PROCID=1 "$@"',
     "hostname": "echo 10.0.0.3 fe80::1",
     "grpo-lab": 'echo "grpo-lab $*" >> "$LOG"; exec sleep 60',
-    "accelerate": 'sleep 0.5; echo "accelerate $*" >> "$LOG"; exit "${FAIL:-0}"',
+    # the training: leaves with 75 if it is asked to while it may be, as the launcher does with 1 then
+    "accelerate": 'sleep 0.5; echo "accelerate $*" >> "$LOG"; '
+    '[[ -z ${ASKED:-} ]] || { touch "$ASKED"; exec python -c "'
+    "import os, signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1)); "
+    "open(os.environ['ASKED'] + '.up', 'w').close(); time.sleep(60)\"; }; "
+    'exit "${FAIL:-0}"',
 }
 
 
@@ -80,16 +88,20 @@ def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     (folder / "python").symlink_to(shutil.which("python3") or "python3")
     log = tmp_path / "log"
 
-    def submit(*words: str, nodes: int = 3, **more: str) -> tuple[int, str, str]:
+    def submit(*words: str, nodes: int = 3, signal_when: str | None = None, **more: str) -> tuple[int, str, str]:
         log.write_text("")
         environment = {
             "PATH": "/usr/bin:/bin", "LOG": str(log), "NODES": str(nodes), "VENV": str(tmp_path / "venv"),
             "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_GPUS_ON_NODE": "4", "MODEL": "org/model", **more,
         }  # fmt: skip
-        done = subprocess.run(
-            ["bash", str(SLURM), *words], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        return done.returncode, done.stdout + done.stderr, log.read_text()
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(["bash", str(SLURM), *words], env=environment, **pipes) as job:
+            if signal_when is not None:
+                while not Path(signal_when).exists() and job.poll() is None:
+                    time.sleep(0.05)
+                job.send_signal(signal.SIGUSR1)
+            printed = "".join(job.communicate(timeout=60))
+        return job.returncode, printed, log.read_text()
 
     return submit
 
@@ -106,10 +118,58 @@ def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -
         "accelerate launch --machine_rank 1 --config_file recipes/accelerate/multi_node.yaml --num_machines 2 "
         "--num_processes 8 --main_process_ip n1 --main_process_port 29500 scripts/train.py --config "
         f"{RECIPE} --use_vllm true --vllm_mode server --vllm_server_base_url http://10.0.0.3:8000 "
-        "--vllm_server_timeout 900 --max_steps 5"
+        "--vllm_server_timeout 900 --enable_jit_checkpoint true --max_steps 5"
     )
     assert "--nodes=2 --ntasks=2" in next(line for line in lines if line.startswith("srun") and "accelerate" in line)
     assert "to whoever reaches it" in printed
+
+
+@pytest.mark.parametrize("words", [["--model.path", "org/other"], ["--model.path=x", "--model.path=org/other"]])
+def test_the_server_has_the_model_of_the_command_line(
+    words: list[str], sbatch: Callable[..., tuple[int, str, str]]
+) -> None:
+    """It served the recipe's, and the trainer sent it weights of another shape."""
+    status, printed, commands = sbatch(RECIPE, *words, MODEL="")
+    assert status == 0, printed
+    assert "--model org/other --host" in commands
+
+
+def test_a_task_has_the_cpus_of_its_node(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    """srun gives one core where nothing is said."""
+    for given, expected in (({"SLURM_CPUS_ON_NODE": "96"}, 96), ({"SLURM_CPUS_PER_TASK": "32"}, 32)):
+        _, _, commands = sbatch(RECIPE, **given)
+        started = [line for line in commands.splitlines() if line.startswith("srun") and "hostname" not in line]
+        assert len(started) == 2
+        assert all(f"--cpus-per-task={expected} " in line for line in started)
+
+
+def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    words = (RECIPE, "--overwrite", "--max_steps", "5")
+    assert "--resume" not in sbatch(*words)[2]
+    for count in ("1", "7"):
+        _, _, commands = sbatch(*words, SLURM_RESTART_COUNT=count)
+        (launch,) = (line for line in commands.splitlines() if line.startswith("accelerate"))
+        assert launch.endswith("--enable_jit_checkpoint true --resume --max_steps 5")
+
+
+def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
+    sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """The signal comes to the batch script alone (B:), which passes it on; Slurm's srun, or its stand-in, hands it over."""
+    head = SLURM.read_text().split("set -euo")[0]
+    for line in ("#SBATCH --requeue", "#SBATCH --signal=B:USR1@600", "#SBATCH --open-mode=append"):
+        assert line in head.splitlines()
+    asked = tmp_path / "asked"
+    status, printed, commands = sbatch(RECIPE, SLURM_JOB_ID="17", ASKED=str(asked), signal_when=f"{asked}.up")
+    assert status == 1, printed
+    assert "asking the training for a checkpoint" in printed
+    assert commands.splitlines()[-1] == "scontrol requeue 17"
+
+
+def test_a_failure_without_a_signal_is_not_queued_again(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, commands = sbatch(RECIPE, FAIL="3", SLURM_JOB_ID="17")
+    assert status == 3
+    assert "requeue" not in commands
 
 
 def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
@@ -160,6 +220,7 @@ def test_the_script_parses_and_uses_no_unset_variable() -> None:
     used = set(re.findall(r"\$\{?#?([A-Za-z_]+)", code))
     given = {"SLURM_JOB_NODELIST", "SLURM_PROCID", "PATH"}
     with_default = set(re.findall(r"\$\{([A-Za-z_]+):-", code))
+    given |= {"SLURM_JOB_ID"}
     assert used - assigned - given - with_default == set()
     if shutil.which("shellcheck") is not None:
         checked = subprocess.run(["shellcheck", str(SLURM)], capture_output=True, text=True, check=False)

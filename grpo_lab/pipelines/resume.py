@@ -1,0 +1,240 @@
+"""``--resume``: what may differ from the run that is gone on with, and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import PartialState
+from rich.console import Console
+from transformers import TrainerCallback
+
+from grpo_lab.evaluation.files import write_text
+from grpo_lab.pipelines.recipe import Recipe
+
+#: where a rollout server is
+ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
+
+#: how far the run goes
+LENGTH = ("max_steps", "num_train_epochs")
+
+#: Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the way,
+#: where its server is, how memory is used.
+CANNOT_CHANGE_THE_PAST = frozenset(
+    (
+        *ADDRESS, *LENGTH, "name", "output_dir",
+        "logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print",
+        "log_unique_prompts", "log_level", "log_level_replica", "log_on_each_node", "report_to", "run_name", "project",
+        "trackio_space_id", "disable_tqdm",
+        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node",
+        "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+        "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
+        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size", "num_generations_eval",
+        "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+        "dataloader_persistent_workers", "torch_empty_cache_steps", "vllm_gpu_memory_utilization",
+        "vllm_enable_sleep_mode",
+    )
+)  # fmt: skip
+SECTIONS_AFTER = ("evaluation", "eval_dataset", "model.expected")
+"""Measured beside the training, not part of it."""
+
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""transformers' mark of a checkpoint on a signal that was not finished."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting, as it was and as it is asked for now."""
+
+    name: str
+    old: Any
+    new: Any
+
+    @property
+    def allowed(self) -> bool:
+        flat = self.name.partition(".")[0]
+        return flat in CANNOT_CHANGE_THE_PAST or self.of(*SECTIONS_AFTER)
+
+    def of(self, *names: str) -> bool:
+        """Whether it is one of these settings, or inside one of these sections."""
+        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shown(self.old)} → {_shown(self.new)}"
+
+
+def as_written(recipe: Recipe) -> dict[str, Any]:
+    """``recipe`` as ``recipe.yaml`` in its folder says it: plain values only."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
+    return plain
+
+
+def differences(folder: Path, recipe: Recipe) -> list[Difference] | None:
+    """What differs between the run in ``folder`` and ``recipe``; None where its ``recipe.yaml`` cannot be read."""
+    try:
+        old = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+    if not isinstance(old, dict):
+        return None
+    before, now = dict(_flat(old)), dict(_flat(as_written(recipe)))
+    names = sorted({*before, *now})
+    changed = [Difference(name, before.get(name), now.get(name)) for name in names]
+    return [found for found in changed if found.old != found.new]
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name → value. Flat settings have no section; what is empty or unset does not appear."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            inside = f"{name}.{key}" if name else str(key)
+            yield from _flat(item, "" if inside == "arguments" else inside)
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for place, item in enumerate(value):
+            yield from _flat(item, f"{name}.{place}")
+    elif value is not None and value != []:
+        yield name.replace(".arguments.", "."), value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def step_of(checkpoint: Path) -> int:
+    """Finished optimizer steps, from the folder's name; -1 for another name."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in ``folder``, and why each newer one was passed over."""
+    passed: list[str] = []
+    found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
+    for checkpoint in sorted(found, key=step_of, reverse=True):
+        broken = what_is_broken(checkpoint)
+        if broken is None:
+            return checkpoint, passed
+        passed.append(f"{checkpoint.name} ({broken})")
+    return None, passed
+
+
+def what_is_broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the weights."""
+    if (checkpoint / INCOMPLETE).exists():
+        return f"{INCOMPLETE} stands in it: saving was not finished"
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no trainer_state.json, which is written last: saving was not finished"
+    except ValueError as error:
+        return f"trainer_state.json is damaged: {error}"
+    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+        return "trainer_state.json is of another step"
+    return broken_weights(checkpoint) or next(filter(None, map(_broken_pickle, sorted(checkpoint.glob("*.pt*")))), None)
+
+
+def broken_weights(folder: Path) -> str | None:
+    """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            return f"{index.name} is damaged: {error}"
+    else:
+        names = [path.name for path in folder.glob("*.safetensors")]
+    sharded = any(folder.glob("pytorch_model*")) or any(folder.glob("global_step*"))  # FSDP's and DeepSpeed's own forms
+    if not names and not sharded:
+        return "it holds no weights"
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt"):  # checks the length of the file against its head
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{name} is not whole: {error}"
+    return None
+
+
+def _broken_pickle(file: Path) -> str | None:
+    """torch.save writes a zip file, whose list of contents stands at its end."""
+    return None if zipfile.is_zipfile(file) else f"{file.name} is not whole"
+
+
+def set_aside(folder: Path, newest: Path | None) -> None:
+    """Checkpoints newer than ``newest`` are no longer found as such: their steps will be done, and saved, again."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
+            place = checkpoint.with_name(f"broken-{checkpoint.name}")
+            number = 1
+            while place.exists():
+                number += 1
+                place = checkpoint.with_name(f"broken-{checkpoint.name}-{number}")
+            checkpoint.rename(place)
+
+
+def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: Console) -> Path | None:
+    """The checkpoint that every process goes on from, None for the first step; the main one tidies up what is after it.
+
+    Args:
+        max_steps: of the run as it is asked for now; ≤ 0 where epochs say it.
+        record: what ``run.json`` says.
+
+    Raises:
+        ValueError: the run is beyond ``max_steps`` already.
+    """
+    state = PartialState()
+    newest, passed = newest_whole(folder)
+    state.wait_for_everyone()  # all have looked before one tidies up
+    if newest is not None and 0 < max_steps < step_of(newest):
+        raise ValueError(
+            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
+        )
+    if state.is_main_process:
+        for why in passed:
+            console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
+        set_aside(folder, newest)
+        if newest is not None:
+            console.print(f"going on from {newest.name}", highlight=False)
+        elif "parameters" in record:  # written when the training began
+            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
+        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
+    return newest
+
+
+def cut_metrics(file: Path, step: int) -> None:
+    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again. Half a line goes, too."""
+    if file.is_file():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        write_text(file, "".join(line for line in lines if _is_before(line, step)))
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class AtTheEnd(Exception):
+    """The checkpoint has all steps of the run: there is nothing to train."""
+
+
+class StopAtTheEnd(TrainerCallback):  # type: ignore[misc]
+    """Leaves a resumed training that is at its last step already; transformers would train one step more.
+
+    At ``on_train_begin`` the checkpoint is loaded and (FSDP, DeepSpeed) sharded, so the model can be saved as after training.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps > 0:
+            raise AtTheEnd

@@ -1,0 +1,125 @@
+"""`--dry-run` refuses what the run would refuse, and needs nothing that only the run's machine has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_lab.cli import main
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.testing import tiny_model
+
+GOOD: dict[str, Any] = {
+    "name": "dry",
+    "model": {"tiny": {"hidden_size": 16, "num_layers": 1}},
+    "data": {"loader": "word_problems", "n": 8},
+    "rewards": [{"name": "accuracy", "mode": "strict"}],
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 8,
+    "max_steps": 1,
+    "bf16": False,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bf16": True},
+        {"bf16": None},
+        {"bf16": True, "tf32": True, "use_vllm": True, "vllm_mode": "colocate", "beta": 0.04},
+        {"fp16": True, "use_liger_kernel": True, "optim": "adamw_8bit"},
+        {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://10.0.0.1:8000"},
+        {"enable_jit_checkpoint": True, "push_to_hub": True, "hub_model_id": "o/m"},
+        {"rollout": {"verify_every": 10}, "use_vllm": True, "vllm_mode": "colocate"},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_recipe_of_a_gpu_machine_is_checked_on_a_laptop(changes: dict[str, Any], tmp_path: Path) -> None:
+    """It used to fail on bf16, TRL's default."""
+    written = {**GOOD, **changes, "output_dir": str(tmp_path / "o")}
+    facts = dry_run(recipe_from({name: value for name, value in written.items() if value is not None}))
+    assert "the trainer built around a small stand-in" in facts["checked"]
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("where", ["hub", "folder"])
+def test_a_model_that_is_not_tiny_is_stood_in_for(where: str, saved: Path, tmp_path: Path) -> None:
+    path = str(saved) if where == "folder" else "Qwen/Qwen2.5-0.5B"
+    written = {**GOOD, "model": {"path": path, "lora": {"r": 4, "target_modules": ["q_proj"]}}, "beta": 0.04}
+    facts = dry_run(recipe_from({**written, "output_dir": str(tmp_path / "o")}))
+    assert "stand-in" in facts["checked"]
+    assert (
+        facts["parameters"].startswith("not counted: 'Qwen")
+        if where == "hub"
+        else int(facts["parameters"].replace(",", ""))
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a reward that its module does not have": ({"rewards": ["grpo_lab.rewards:Nothing"]}, r"`rewards`.*'Nothing'"),
+    "a reward whose module is nowhere": ({"rewards": ["no_such_team:r"]}, "looked in the working folder"),
+    "a reward model that is not there": ({"rewards": ["/no/such/rm"]}, "`rewards`: no such folder '/no/such/rm'"),
+    "another key of LoRA": (
+        {"model": {**GOOD["model"], "lora": {"rank": 16}}},
+        r"`model\.lora` has no setting 'rank'",
+    ),
+    "modules that the model does not have": ({"lora": {"r": 4, "target_modules": ["no_proj"]}}, "no_proj"),
+    "evaluation on the way without rows": ({"eval_strategy": "steps", "eval_steps": 1}, r"`eval_strategy` is 'steps'.*eval_dataset"),
+    "rows for it without evaluation": ({"eval_dataset": GOOD["data"]}, "`eval_dataset` has no effect"),
+    "a callback that is not there": ({"callbacks": ["no_such_team:C"]}, "`callbacks`"),
+    "a tool that is not there": ({"tools": ["math:no_such_tool"]}, "`tools`.*no_such_tool"),
+    "an environment that is not there": ({"environment_factory": "no_such_team:E"}, "`environment_factory`"),
+    "a part of the objective": ({"objective": {"name": "dr_grpo", "aggregation": "no_such_team:agg"}}, "no_such_team.*looked"),
+    "golds that cannot be read": ({"data": {"loader": "file", "source": "GOLDS", "question": "q", "gold": "a"}}, "gold|solution"),
+    "no such model folder": ({"model": {"path": "/no/such/model"}}, "`model.path` is '/no/such/model'"),
+    "a setting of the cold start": (
+        {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "learning_rat": 1}}, "learning_rat"),
+    "held-out rows": ({"evaluation": {"data": {"loader": "word_problems", "colour": 1}}}, r"`evaluation\.data`.*colour"),
+    "a judge that is not there": ({"evaluation": {"data": GOOD["data"], "reward": "acuracy"}}, r"`evaluation\.reward`"),
+    "two number formats": ({"bf16": True, "fp16": True}, "`bf16` and `fp16` are both true"),
+    "a schedule of no reward": ({"reward_schedules": {"acuracy_reward": 1.0}}, "reward_schedules"),
+    "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
+    "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
+    "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_run_would_refuse(
+    changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    if "lora" in changes:
+        changes = {"model": {"path": str(saved), "lora": changes["lora"]}}
+    golds = tmp_path / "golds.jsonl"
+    golds.write_text("".join(json.dumps({"q": f"What is {i}?", "a": "none of these"}) + "\n" for i in range(4)))
+    text = yaml.safe_dump({**GOOD, **changes, "output_dir": str(tmp_path / "o")}).replace("GOLDS", str(golds))
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    assert main(["train", "--config", str(file), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error, re.DOTALL), error
+
+
+def test_the_real_configuration_is_left_alone() -> None:
+    """The dry run's own settings must not reach the run."""
+    recipe = recipe_from({**GOOD, "use_cpu": True})
+    assert parts.lab_config(recipe).use_cpu is True
+    assert parts.lab_config(recipe, use_cpu=False).use_cpu is False

@@ -1,0 +1,209 @@
+"""What `--resume` takes for the same run, and which checkpoint it goes on from. Checkpoints are real files, cut short."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from grpo_lab.pipelines.recipe import Recipe, recipe_from
+from grpo_lab.pipelines.resume import cut_metrics, newest_whole, set_aside, what_is_broken
+from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
+
+WRITTEN: dict[str, Any] = {
+    "name": "r",
+    "model": {"path": "m", "expected": "none"},
+    "data": {"loader": "gsm8k"},
+    "rewards": [{"name": "accuracy", "mode": "strict", "weight": 1.0}],
+    "evaluation": {"data": {"loader": "gsm8k", "split": "test"}},
+    "learning_rate": 1e-3,
+    "max_steps": 4,
+    "objective": {"name": "dr_grpo", "epsilon": 0.2},
+}
+
+
+def given(folder: Path, **changes: Any) -> Recipe:
+    return recipe_from({**WRITTEN, "output_dir": str(folder), **changes})
+
+
+def save(folder: Path, step: int) -> Path:
+    """A checkpoint as transformers leaves it, with small tensors."""
+    place = folder / f"checkpoint-{step}"
+    place.mkdir(parents=True)
+    save_file({"w": torch.zeros(64)}, place / "model.safetensors", metadata={"format": "pt"})
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"x": torch.zeros(64)}, place / name)
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": 9}))
+    return place
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_steps": 8}, "max_steps: 4 → 8"),
+        ({"num_train_epochs": 2}, "num_train_epochs: not set → 2"),
+        ({"save_steps": 1, "logging_steps": 5}, "logging_steps: not set → 5"),
+        ({"evaluation": {**WRITTEN["evaluation"], "n_samples": 4}}, "evaluation.n_samples: 0 → 4"),
+        ({"evaluation": None}, "evaluation.batch_size: 128 → not set"),
+        ({"name": "other"}, "name: 'r' → 'other'"),
+        ({"model": {"path": "m", "expected": "50%"}}, "model.expected: 'none' → '50%'"),
+        ({"eval_dataset": {"loader": "gsm8k"}, "eval_strategy": "steps"}, "eval_strategy: not set → 'steps'"),
+    ],
+)
+def test_what_cannot_change_the_past_may_differ_and_is_listed(
+    changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    claim(given(tmp_path / "o", **changes), overwrite=False, resume=True)
+    assert f"resumed with another setting: {said}" in caplog.text
+    caplog.clear()
+    claim(given(tmp_path / "o", **changes), overwrite=False, resume=True)  # is now this run's
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
+        ({"objective": {"name": "dr_grpo", "epsilon": 0.1}}, "objective.epsilon: 0.2 → 0.1"),
+        ({"rewards": [{"name": "accuracy", "mode": "lenient"}]}, "rewards.0.mode: 'strict' → 'lenient'"),
+        ({"rewards": [{"name": "accuracy", "mode": "strict", "weight": 2}]}, "rewards.0.weight: 1.0 → 2.0"),
+        ({"data": {"loader": "math"}}, "data.loader: 'gsm8k' → 'math'"),
+        ({"model": {"path": "n", "expected": "none"}}, "model.path: 'm' → 'n'"),
+        ({"callbacks": ["team:C"]}, "callbacks.0.name: not set → 'team:C'"),
+        ({"seed": 1}, "seed: not set → 1"),
+    ],
+)
+def test_the_rest_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    with pytest.raises(ValueError, match="other settings") as caught:
+        claim(given(tmp_path / "o", max_steps=8, **changes), overwrite=False, resume=True)
+    assert said in str(caught.value)
+    assert "max_steps" not in str(caught.value), "only what is refused is named"
+
+
+def test_a_finished_run_is_opened_again_by_a_longer_one_only(tmp_path: Path) -> None:
+    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
+    claim(given(folder, logging_steps=2), overwrite=False, resume=True)
+    assert read_marker(folder / "run.json")["finished"] is True
+    with pytest.raises(ValueError, match="trained run without a checkpoint"):
+        claim(given(folder, max_steps=8), overwrite=False, resume=True)
+    save(folder, 4)
+    claim(given(folder, max_steps=8), overwrite=False, resume=True)
+    assert read_marker(folder / "run.json")["finished"] is False
+    assert "trained" not in read_marker(folder / "run.json")
+
+
+def test_overwrite_and_resume_contradict(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contradict"):
+        claim(given(tmp_path / "o"), overwrite=True, resume=True)
+
+
+def test_another_evaluation_is_made_anew(tmp_path: Path) -> None:
+    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    (folder / "evaluation" / "before").mkdir(parents=True)
+    claim(given(folder, max_steps=9), overwrite=False, resume=True)
+    assert (folder / "evaluation" / "before").is_dir()
+    claim(given(folder, max_steps=9, evaluation={"data": {"loader": "math"}}), overwrite=False, resume=True)
+    assert not (folder / "evaluation").exists()
+
+
+def test_overwrite_leaves_no_evaluation_of_the_run_before(tmp_path: Path) -> None:
+    """A resume, or a report of the run that was killed next, took it for its own."""
+    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    (folder / "evaluation" / "after").mkdir(parents=True)
+    claim(given(folder, learning_rate=2e-3), overwrite=True, resume=False)
+    assert not (folder / "evaluation").exists()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    def half(place: Path) -> None:
+        file = place / name
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    return half
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "weights cut": cut("model.safetensors"),
+    "optimizer cut": cut("optimizer.pt"),
+    "random state cut": cut("rng_state.pth"),
+    "state cut": cut("trainer_state.json"),
+    "no state": lambda place: (place / "trainer_state.json").unlink(),
+    "no weights": lambda place: (place / "model.safetensors").unlink(),
+    "empty scheduler": lambda place: (place / "scheduler.pt").write_bytes(b""),
+    "a shard is missing": lambda place: (place / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}})
+    ),
+    "marked by transformers": lambda place: (place / "checkpoint-is-incomplete.txt").write_text("…"),
+    "empty folder": lambda place: [file.unlink() for file in place.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_the_newest_whole_checkpoint_is_taken(damage: Callable[[Path], Any], tmp_path: Path) -> None:
+    for step in (2, 9, 10):
+        save(tmp_path, step)
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoint-10", [])
+    damage(tmp_path / "checkpoint-10")
+    newest, passed = newest_whole(tmp_path)
+    assert newest == tmp_path / "checkpoint-9"
+    assert len(passed) == 1
+    assert passed[0].startswith("checkpoint-10 (")
+
+
+def test_broken_checkpoints_are_set_aside_not_removed(tmp_path: Path) -> None:
+    """Left in place, files of the broken one would stay among those that are written there next."""
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    for _ in range(2):
+        set_aside(tmp_path, tmp_path / "checkpoint-2")
+        save(tmp_path, 4)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "checkpoint-2",
+        "checkpoint-4",
+        "broken-checkpoint-4",
+        "broken-checkpoint-4-2",
+        "broken-checkpoint-6",
+    }
+
+
+def test_none_is_whole(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path) == (None, [])
+    place = save(tmp_path, 3)
+    (tmp_path / "checkpoint-final").mkdir()
+    cut("optimizer.pt")(place)
+    newest, passed = newest_whole(tmp_path)
+    assert newest is None
+    assert passed == ["checkpoint-3 (optimizer.pt is not whole)"]
+
+
+def test_a_checkpoint_without_an_optimizer_is_whole_where_only_the_model_was_saved(tmp_path: Path) -> None:
+    place = save(tmp_path, 3)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (place / name).unlink()
+    assert what_is_broken(place) is None  # `save_only_model`
+
+
+def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3, 3, 4)]
+    file.write_text("".join(lines) + '{"step": 5, "lo')
+    cut_metrics(file, 3)
+    assert file.read_text() == "".join(lines[:4])
+    cut_metrics(file, -1)
+    assert file.read_text() == ""
+    cut_metrics(tmp_path / "none.jsonl", 3)
