@@ -18,6 +18,7 @@ from grpo_lab.curation import (
     pass_rates,
     question_kind,
 )
+from grpo_lab.curation.balancing import is_missing
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
@@ -203,13 +204,21 @@ class Curation:
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
         if not left:
             return
+        without = sum(is_missing(scored[i][rules.by]) for i in left)
+        if without:
+            self.notes.append(
+                f"{without:,} of the {len(left):,} rows to balance have no `{rules.by}`: they are of no domain and were left out."
+            )
         chosen = balance([scored[i] for i in left], rules.by, rules.per_domain, seed=self.recipe.sampling.seed)
         share = "as many as the smallest" if rules.per_domain is None else f"at most {rules.per_domain}"
         self._keep(
             "balance",
             dict(zip(left, chosen, strict=True)),
             f"{share} of every {rules.by}",
-            {i: f"{rules.by} {scored[i][rules.by]}" for i in left},
+            {
+                i: f"no {rules.by}" if is_missing(scored[i][rules.by]) else f"{rules.by} {scored[i][rules.by]}"
+                for i in left
+            },
         )
 
     def _score(self, name: str, values: dict[int, Any]) -> None:
