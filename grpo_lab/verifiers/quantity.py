@@ -68,7 +68,8 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 class Quantity:
     """`value` (of `35%`: 35), where it ends in the text, and how it is written.
 
-    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word.
+    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula
+    would be a variable.
     """
 
     value: Fraction
@@ -76,6 +77,7 @@ class Quantity:
     plain: bool = False
     percent: bool = False
     part: bool = False
+    suffix: bool = False
 
 
 def is_value_word(word: str) -> bool:
@@ -99,13 +101,15 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
         plain=found.plain and percent is None and (sign is None or sign[1] is not None),
         percent=percent is not None,
         part=found.part,
+        suffix=found.suffix,
     )
 
 
 def exact_value(text: str) -> Fraction | None:
-    """The value of a text that is one quantity through and through, without a percent sign."""
+    """The value of a text that is one quantity through and through, without a percent sign or a letter at its end."""
     found = read_quantity(text)
-    return found.value if found and found.end == len(text) and not found.percent else None
+    whole = found is not None and found.end == len(text) and not (found.percent or found.suffix)
+    return found.value if found is not None and whole else None
 
 
 def in_digits(value: Fraction) -> str:
@@ -140,7 +144,7 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
     if suffix:
         key = suffix[0].strip()
         power = _SUFFIXES[{"k": "k", "m": "M", "b": "B", "t": "T"}[key[0].lower()]]
-        return Quantity(value * 10**power, suffix.end())
+        return Quantity(value * 10**power, suffix.end(), suffix=True)
     return _Reader(text, value, end, plain).read()
 
 

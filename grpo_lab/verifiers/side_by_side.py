@@ -2,7 +2,7 @@ r"""How a gold and an answer are read before they are compared: numbers in words
 
     gold 12000000   answer "12\text{ million}"               -> 12000000
     gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)
-    gold 0.8        answer "8 out of 10"                     -> \frac{8}{10}
+    gold 0.8        answer "8 out of 10"                     -> 0.8
     gold 20         answer "20 km/h"                         -> 20
     gold 5          answer "x=3 \text{ and } y=5"            -> many answers beside one
 
@@ -45,14 +45,17 @@ _WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$
 MANY = "several answers beside one"
 
 
-def in_figures(text: str) -> str:
-    r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `\frac{8}{10}`; others as they are."""
+def in_figures(text: str, letters: bool = False) -> str:
+    r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`; others as they are.
+
+    `letters`: also `5k` -> `5000`, where no variable can be meant.
+    """
     flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
     share = _share(flat)
     if share is not None:
         return share
     found = read_quantity(flat)
-    if found is None or found.plain:
+    if found is None or found.plain or (found.suffix and not letters):
         return text
     rest = flat[found.end :]
     if rest.strip(" .") and not _is_unit_phrase(rest) and not (found.part and _OF_WHAT.fullmatch(rest)):
@@ -94,7 +97,8 @@ def _is_unit_phrase(rest: str) -> bool:
 
 def read_together(gold: str, answer: str) -> tuple[str, str]:
     """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number."""
-    gold, answer = _without_compound_unit(in_figures(gold)), in_figures(answer)
+    gold = _without_compound_unit(in_figures(gold))
+    answer = in_figures(answer, letters=exact_value(gold.removesuffix(r"\%")) is not None)
     gold, answer = _percents(gold, answer)
     if is_plain_number(gold):
         answer = _beside_number(gold, answer)
@@ -128,7 +132,7 @@ def _beside_number(gold: str, answer: str) -> str:
     """The gold is one plain number; read `x = 18` as 18, `12,5` as 12.5 and `20 km/h` as 20. Lists stay lists."""
     if "," not in answer and "=" in answer and len(parts_of(answer)) < 2:
         right = _RIGHT_SIDE.split(answer)[-1].strip()
-        answer = _percents(gold, in_figures(canonical(right)))[1]
+        answer = _percents(gold, in_figures(canonical(right), letters=True))[1]
     answer = _without_compound_unit(answer, letters=True)
     if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
         answer = answer.replace(",", ".")
