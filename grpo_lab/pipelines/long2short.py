@@ -115,7 +115,7 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
         if found.get("finished"):
             raise ValueError(f"`output_dir` {str(folder)!r} holds a finished run; choose another, or give --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
+    if overwrite and read_marker(folder / "run.json").get("pipeline") == "long2short":
         (folder / OWN_SAMPLES).unlink(missing_ok=True)
         if recipe.samples is not None and Path(recipe.samples).is_file():
             console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
