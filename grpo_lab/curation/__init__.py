@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from grpo_lab.curation.long2short import sampled as sampled
     from grpo_lab.curation.long2short import shortest_correct as shortest_correct
     from grpo_lab.curation.pass_rate import PassRate as PassRate
+    from grpo_lab.curation.pass_rate import Written as Written
     from grpo_lab.curation.pass_rate import keep_band as keep_band
     from grpo_lab.curation.pass_rate import pass_rates as pass_rates
     from grpo_lab.curation.prioritized import PrioritizedSampler as PrioritizedSampler
@@ -53,6 +54,7 @@ _HOME = {
     "sampled": "long2short",
     "shortest_correct": "long2short",
     "PassRate": "pass_rate",
+    "Written": "pass_rate",
     "keep_band": "pass_rate",
     "pass_rates": "pass_rate",
     "PrioritizedSampler": "prioritized",

@@ -21,17 +21,23 @@ def balance(
 
     Args:
         rows: the data.
-        by: the column that names the domain, or a function of the row.
+        by: the column that names the domain, or a function of the row. A row without a value (`is_missing`) is of no
+            domain: it is not kept, and never the smallest one.
         per_domain: rows a domain may keep, one number for all or one for each domain; None takes the size of the
             smallest domain. A domain with fewer rows keeps all it has.
         seed: which rows of a domain stay depends on this and on nothing of the other domains.
-    Raises: ValueError for a missing column, a negative number or a domain that a `per_domain` mapping does not name.
+    Raises: ValueError for a missing column, rows of which none has a value, a negative number or a domain that a
+        `per_domain` mapping does not name.
     """
     members: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
         if isinstance(by, str) and by not in row:
             raise ValueError(f"row {index} has no column {by!r} to balance by; its columns: {sorted(row)}")
-        members.setdefault(row[by] if isinstance(by, str) else by(row), []).append(index)
+        domain = row[by] if isinstance(by, str) else by(row)
+        if not is_missing(domain):
+            members.setdefault(domain, []).append(index)
+    if rows and not members:
+        raise ValueError(f"none of the {len(rows)} rows has a value of {by!r} to balance by")
     keep = [False] * len(rows)
     for domain, indices in members.items():
         share = _share(domain, members, per_domain)
@@ -39,6 +45,11 @@ def balance(
         for index in chosen:
             keep[index] = True
     return keep
+
+
+def is_missing(value: Any) -> bool:
+    """True for what names no domain: None, NaN, an empty text."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 def _share(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.curation.pass_rate import Generate, PassRate, Problem, Score, pass_rates
+from grpo_lab.curation.pass_rate import Generate, PassRate, Problem, Rendered, Score, pass_rates
 
 ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"
 
@@ -29,6 +29,7 @@ def guess_rates(
     success_at: float = 1.0,
     batch_size: int = 32,
     progress: bool = True,
+    rendered: Rendered | None = None,
 ) -> list[PassRate]:
     """Pass rates of the problems with `request` added to every prompt; arguments as in `pass_rates`.
 
@@ -48,6 +49,7 @@ def guess_rates(
         prompt_column=prompt_column,
         progress=progress,
         label="guesses",
+        rendered=rendered,
     )
 
 

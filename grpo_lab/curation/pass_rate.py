@@ -8,50 +8,29 @@ behind them. A completion that could not be scored (`None`) is counted apart and
 
 The file is JSON lines: a header with the settings, then one line a problem, appended and synced to disk after every
 batch. A run that was killed goes on with the problems that have no line yet; a torn last line is cut off. Problems
-are recognised by their content, so the order of the data may change and equal problems are sampled once.
+are recognised by their content and by what the model is given for them (`rendered`), so the order of the data may change,
+equal problems are sampled once, and another chat template makes other problems of them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from grpo_lab.curation.progress import progress_of
+from grpo_lab.curation.sample_file import PassRate as PassRate
+from grpo_lab.curation.sample_file import Written as Written
+from grpo_lab.curation.sample_file import opened, rate_of
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
+Rendered = Callable[[Any], Any]  # prompt -> what the model really continues: text or token ids
 Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
-
-
-@dataclass(frozen=True)
-class PassRate:
-    """Scores of one problem's completions; `completions` is None where they were not kept."""
-
-    scores: tuple[float | None, ...]
-    successes: int
-    completions: tuple[Any, ...] | None = None
-
-    @property
-    def trials(self) -> int:
-        """Completions that could be scored."""
-        return sum(score is not None for score in self.scores)
-
-    @property
-    def unscorable(self) -> int:
-        return len(self.scores) - self.trials
-
-    @property
-    def rate(self) -> float | None:
-        """p̂, or None if no completion could be scored."""
-        return self.successes / self.trials if self.trials else None
 
 
 def pass_rates(
@@ -68,12 +47,13 @@ def pass_rates(
     prompt_column: str = "prompt",
     progress: bool = True,
     label: str = "pass rates",
+    rendered: Rendered | None = None,
 ) -> list[PassRate]:
     """The pass rate of every problem, in the order of `problems`.
 
     Args:
         problems: rows with the column `prompt_column`; every other column goes to `score`.
-        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists).
+        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists, or `Written` ones).
         score: a reward callable `(prompts, completions, **columns) -> list[float | None]`.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
@@ -83,13 +63,14 @@ def pass_rates(
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         keep_completions: store the texts too (the long2short builders need them).
         progress, label: show how far it is, under this name.
+        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
     _check(problems, n, batch_size, prompt_column)
     header = _header(n, success_at, prompt_column, settings or {})
-    keys = [problem_key(problem) for problem in problems]
-    with _opened(path, header, keep_completions) as (done, save):
+    keys = [problem_key(p, None if rendered is None else rendered(p[prompt_column])) for p in problems]
+    with opened(path, header, keep_completions) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo, different = list(missing.items()), len(set(keys))
         with progress_of(different, different - len(todo), label, progress) as advance:
@@ -101,7 +82,7 @@ def pass_rates(
                 named = dict(zip(batch, results, strict=True))
                 save(named)
                 done.update(named)
-                advance(len(batch), _so_far(done.values()))
+                advance(len(batch), _so_far(done[key] for key in dict.fromkeys(keys) if key in done))
     return [done[key] for key in keys]
 
 
@@ -116,9 +97,11 @@ def _header(n: int, success_at: float, prompt_column: str, settings: Mapping[str
     }
 
 
-def problem_key(problem: Problem) -> str:
-    """What makes a problem the same one in another run: a digest of all of its columns."""
+def problem_key(problem: Problem, rendered: Any = None) -> str:
+    """What makes a problem the same one in another run: a digest of all of its columns and of what the model is given."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
+    if rendered is not None:
+        text += json.dumps(rendered, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -144,6 +127,8 @@ def _sample(
             f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
             f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
         )
+    cuts = [_cut(group) for group in groups]
+    groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
     columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in _names(problems)}
     columns.pop(prompt_column)
     scores = score(
@@ -158,19 +143,18 @@ def _sample(
     results: list[PassRate] = []
     for row, group in enumerate(groups):
         own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])
-        results.append(_result(own, success_at, tuple(group)))
+        results.append(rate_of(own, success_at, tuple(group), cuts[row]))
     return results
+
+
+def _cut(group: Sequence[Any]) -> int | None:
+    return sum(one.cut for one in group) if all(isinstance(one, Written) for one in group) else None
 
 
 def _so_far(results: Iterable[PassRate]) -> str:
     counted = [(result.successes, result.trials) for result in results]
     successes, trials = sum(s for s, _ in counted), sum(t for _, t in counted)
     return f"{successes / trials:.1%} right so far" if trials else "nothing scorable so far"
-
-
-def _result(scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None) -> PassRate:
-    successes = sum(score is not None and score >= success_at for score in scores)
-    return PassRate(scores, successes, completions)
 
 
 def _names(problems: list[Problem]) -> list[str]:
@@ -185,83 +169,3 @@ def _check(problems: Sequence[Problem], n: int, batch_size: int, prompt_column: 
             raise ValueError(
                 f"problem {row} has no column {prompt_column!r} (prompt_column); its columns: {sorted(problem)}"
             )
-
-
-Save = Callable[[Mapping[str, PassRate]], None]
-
-
-@contextmanager
-def _opened(
-    path: str | Path | None, header: dict[str, Any], keep_completions: bool
-) -> Iterator[tuple[dict[str, PassRate], Save]]:
-    """The results that are there already and a function that appends more and returns once they are on the disk."""
-    if path is None:
-        yield {}, lambda results: None
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{path} is being written by another process") from error
-        done = _read(file, path, header, keep_completions)
-
-        def save(results: Mapping[str, PassRate]) -> None:
-            lines = [_line({"key": key, **_row(result)}) for key, result in results.items()]
-            _append(file, lines)
-
-        yield done, save
-
-
-def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_completions: bool) -> dict[str, PassRate]:
-    file.seek(0)
-    lines = file.read().split(b"\n")
-    parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
-    good = len(parsed)
-    while good and parsed[good - 1] is None:
-        good -= 1
-    if None in parsed[:good]:
-        raise ValueError(f"{path} is damaged in line {parsed.index(None) + 1}; remove that line or the file")
-    file.truncate(sum(len(line) + 1 for line in lines[:good]))
-    file.seek(0, os.SEEK_END)
-    if not good:
-        _append(file, [_line(header)])
-        return {}
-    found = parsed[0] or {}
-    if other := sorted(name for name in header if found.get(name) != header[name]):
-        seen = {name: found.get(name) for name in other}
-        raise ValueError(
-            f"{path} holds samples made with {seen}, this run has { {name: header[name] for name in other} }; "
-            "use another path or remove the file"
-        )
-    done: dict[str, PassRate] = {}
-    for row in parsed[1:good]:
-        assert row is not None
-        if keep_completions and row.get("completions") is None:
-            raise ValueError(f"{path} was written without completions (keep_completions=False) and this run needs them")
-        completions = tuple(row["completions"]) if keep_completions else None
-        done[row["key"]] = _result(tuple(row["scores"]), header["success_at"], completions)
-    return done
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and ("grpo_lab" in row or ("key" in row and "scores" in row)) else None
-
-
-def _row(result: PassRate) -> dict[str, Any]:
-    row: dict[str, Any] = {"scores": list(result.scores), "rate": result.rate}
-    return row if result.completions is None else {**row, "completions": list(result.completions)}
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=True).encode() + b"\n"
-
-
-def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
-    file.write(b"".join(lines))
-    file.flush()
-    os.fsync(file.fileno())

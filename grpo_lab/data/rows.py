@@ -6,6 +6,7 @@ The reading is the same for every data set; what its columns mean stands in ``gs
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:
@@ -71,7 +74,7 @@ def _read_file(path: Path) -> list[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # a byte order mark is no text
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not UTF-8 ({error}) (setting: source)") from None
             except json.JSONDecodeError as error:
@@ -80,8 +83,21 @@ def _read_file(path: Path) -> list[Row]:
                 ) from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line (setting: source)")
+            if _ESCAPED_SURROGATE.search(line):
+                _refuse_lone_surrogates(row, path, number)
             rows.append(row)
     return rows
+
+
+def _refuse_lone_surrogates(row: Row, path: Path, number: int) -> None:
+    """Half of a character, as text cut between two code units leaves it, cannot be tokenized or written to a file."""
+    for name, value in row.items():
+        found = _LONE_SURROGATE.search(json.dumps([name, value], ensure_ascii=False))
+        if found:
+            raise ValueError(
+                f"{path}, line {number}: column {name!r} holds {found[0]!a}, half of a character (a lone surrogate); "
+                "mend or leave out that text (setting: source)"
+            )
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
@@ -125,12 +141,23 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 
 
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
-    """``question, solution, …`` rows plus the columns ``prompt`` and ``template``, as a ``datasets.Dataset``."""
+    """``question, solution, …`` rows plus the columns ``prompt`` and ``template``, as a ``datasets.Dataset``.
+
+    The prompt is the template's, always: columns of these names that the data bring along become ``source_prompt`` and
+    ``source_template``.
+    """
     from datasets import Dataset
 
-    rows = [{"prompt": template.prompt(row["question"]), "template": template.name, **row} for row in examples]
+    rows = [
+        {"prompt": template.prompt(row["question"]), "template": template.name, **_without_prompts(row)}
+        for row in examples
+    ]
     names = dict.fromkeys(name for row in rows for name in row)
     return Dataset.from_dict({name: one_type([row.get(name) for row in rows]) for name in names})
+
+
+def _without_prompts(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"source_{name}" if name in ("prompt", "template") else name: value for name, value in row.items()}
 
 
 def one_type(values: list[Any]) -> list[Any]:

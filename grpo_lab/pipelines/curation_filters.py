@@ -18,6 +18,7 @@ from grpo_lab.curation import (
     pass_rates,
     question_kind,
 )
+from grpo_lab.curation.balancing import is_missing
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
@@ -98,12 +99,6 @@ class Curation:
         self._pass_rates(sampler)
         if self.recipe.filters.guessable is not None:
             self._guesses(sampler)
-        if sampler.full_length and sampler.cut / sampler.full_length > CUT_WARNING:
-            self.notes.append(
-                f"{sampler.cut / sampler.full_length:.0%} of the {sampler.full_length:,} completions of this session were "
-                f"cut at max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as "
-                "wrong, so pass rates are too low."
-            )
 
     def _fit_into_context(self, sampler: ModelSampler) -> None:
         left, limit = self.selection.mask, sampler.context
@@ -125,13 +120,15 @@ class Curation:
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
         measured = pass_rates(
             [self.rows[i] for i in left],
-            sampler,
+            sampler.written,
             self.reward,
             settings.n_samples,
             path=self.folder / "pass_rates.jsonl",
             settings={**sampler.identity(), "reward": told(self.recipe.reward)},
             batch_size=settings.problems_per_save,
+            rendered=sampler.rendered,
         )
+        self._say_what_was_cut(measured)
         found = dict(zip(left, measured, strict=True))
         lengths = {i: self._lengths(sampler, rate) for i, rate in found.items()}
         self._score("pass_rate", {i: rate.rate for i, rate in found.items()})
@@ -153,6 +150,17 @@ class Curation:
                 dict(zip(left, inside, strict=True)),
                 f"{band.low:g} < p < {band.high:g}, {settings.n_samples} samples",
                 {i: "unscorable" if rate.rate is None else f"p = {rate.rate:g}" for i, rate in found.items()},
+            )
+
+    def _say_what_was_cut(self, measured: Sequence[PassRate]) -> None:
+        """A notice where many completions were cut: of all that the pass rates count, whichever session made them."""
+        told_of = [rate for rate in measured if rate.cut is not None]
+        total, cut = sum(len(rate.scores) for rate in told_of), sum(rate.cut or 0 for rate in told_of)
+        if total and cut / total > CUT_WARNING:
+            self.notes.append(
+                f"{cut / total:.0%} of the {total:,} completions were cut at "
+                f"max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as wrong, so pass "
+                "rates are too low."
             )
 
     def _lengths(self, sampler: ModelSampler, rate: PassRate) -> tuple[float | None, float | None]:
@@ -177,6 +185,7 @@ class Curation:
             path=self.folder / "guesses.jsonl",
             settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": told(self.recipe.reward)},
             batch_size=self.recipe.sampling.problems_per_save,
+            rendered=lambda prompt: sampler.rendered(prompt, NO_THINKING),
         )
         found = dict(zip(left, rates, strict=True))
         self._score("guesses_right", {i: rate.successes for i, rate in found.items()})
@@ -195,13 +204,21 @@ class Curation:
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
         if not left:
             return
+        without = sum(is_missing(scored[i][rules.by]) for i in left)
+        if without:
+            self.notes.append(
+                f"{without:,} of the {len(left):,} rows to balance have no `{rules.by}`: they are of no domain and were left out."
+            )
         chosen = balance([scored[i] for i in left], rules.by, rules.per_domain, seed=self.recipe.sampling.seed)
         share = "as many as the smallest" if rules.per_domain is None else f"at most {rules.per_domain}"
         self._keep(
             "balance",
             dict(zip(left, chosen, strict=True)),
             f"{share} of every {rules.by}",
-            {i: f"{rules.by} {scored[i][rules.by]}" for i in left},
+            {
+                i: f"no {rules.by}" if is_missing(scored[i][rules.by]) else f"{rules.by} {scored[i][rules.by]}"
+                for i in left
+            },
         )
 
     def _score(self, name: str, values: dict[int, Any]) -> None:

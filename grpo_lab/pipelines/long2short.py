@@ -31,6 +31,8 @@ from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
+OWN_SAMPLES = "samples.jsonl"
+
 console = Console()
 
 
@@ -45,7 +47,8 @@ class Shortened:
 
 
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
-    """Run ``recipe``. Samples that an earlier, killed run left in the folder are used.
+    """Run ``recipe``. Samples that an earlier, killed run left in the folder are used; with ``overwrite`` they go, too (a file
+    named by ``samples`` is shared with other runs, and stays).
 
     Raises:
         ValueError: a finished run or something else in the folder, no rows to train on, or a setting that does not fit.
@@ -112,6 +115,10 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
         if found.get("finished"):
             raise ValueError(f"`output_dir` {str(folder)!r} holds a finished run; choose another, or give --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
+    if overwrite and read_marker(folder / "run.json").get("pipeline") == "long2short":
+        (folder / OWN_SAMPLES).unlink(missing_ok=True)
+        if recipe.samples is not None and Path(recipe.samples).is_file():
+            console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
     write_run(folder, {**_summary(recipe, []), "finished": False})
     return folder
 
@@ -125,13 +132,14 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
     sampler = ModelSampler(path, recipe.sampling)
     rates = pass_rates(
         problems,
-        sampler,
+        sampler.written,
         reward,
         recipe.sampling.n_samples,
-        path=recipe.samples or folder / "samples.jsonl",
+        path=recipe.samples or folder / OWN_SAMPLES,
         settings={**sampler.identity(), "reward": told(recipe.reward)},
         batch_size=recipe.sampling.problems_per_save,
         label="samples",
+        rendered=sampler.rendered,
     )
     return sampled(problems, rates, sampler.tokens)
 

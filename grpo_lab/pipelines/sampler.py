@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.curation import Written
 from grpo_lab.evaluation.generation import (
     Completion,
     TransformersGenerator,
@@ -17,9 +18,8 @@ from grpo_lab.evaluation.generation import (
     render_prompt,
     stop_token_ids,
 )
+from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.recipe import require_whole
-
-_HASHED_FROM_EACH_END = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,19 @@ class ModelSampler:
         max_new_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[Any]]:
-        ids = [render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids for prompt in prompts]
+        groups = self.written(prompts, n, max_new_tokens=max_new_tokens, chat_template_kwargs=chat_template_kwargs)
+        return [[one.completion for one in group] for group in groups]
+
+    def written(
+        self,
+        prompts: Sequence[Any],
+        n: int,
+        *,
+        max_new_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[Written]]:
+        """The same, each completion with whether the limit of tokens cut it."""
+        ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         limit = max_new_tokens or self.settings.max_completion_length
         groups = self._samples(ids, n, limit, _seed(self.settings.seed, ids))
         self.made += sum(len(group) for group in groups)
@@ -112,9 +124,13 @@ class ModelSampler:
             self.full_length += sum(len(group) for group in groups)
             self.cut += sum(completion.truncated for group in groups for completion in group)
         return [
-            [in_form_of(prompt, completion.text) for completion in group]
+            [Written(in_form_of(prompt, completion.text), completion.truncated) for completion in group]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
+
+    def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
+        return render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids
 
     def _samples(self, ids: list[list[int]], n: int, limit: int, seed: int) -> list[list[Completion]]:
         if not self.settings.use_vllm:
@@ -137,7 +153,7 @@ class ModelSampler:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def prompt_tokens(self, prompt: Any) -> int:
-        return len(render_prompt(prompt, self.tokenizer).ids)
+        return len(self.rendered(prompt))
 
     def tokens(self, completion: Any) -> int:
         """Length of a completion's text in this model's tokens, without an end token."""
@@ -145,31 +161,18 @@ class ModelSampler:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def identity(self) -> dict[str, Any]:
-        """What the samples depend on, for the header of their file. The engine counts: its rounding differs."""
+        """What the samples depend on, for the header of their file: the model's files, all that shape its completions, and the
+        settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
+        """
         settings = self.settings
         return {
             "model": self.name,
-            "weights": weights_digest(self.name),
+            "files": model_files(self.name),
             "temperature": settings.temperature,
             "max_completion_length": settings.max_completion_length,
             "seed": settings.seed,
             "engine": {"vllm": dict(settings.engine)} if settings.use_vllm else "transformers",
         }
-
-
-def weights_digest(model: str) -> str | None:
-    """Of a local folder's weight files: names, sizes and both ends; None for a hub name. A retrained model differs."""
-    if not Path(model).is_dir():
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(Path(model).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as weights:
-            digest.update(weights.read(_HASHED_FROM_EACH_END))
-            weights.seek(max(0, size - _HASHED_FROM_EACH_END))
-            digest.update(weights.read(_HASHED_FROM_EACH_END))
-    return digest.hexdigest()[:16]
 
 
 def _seed(seed: int, ids: list[list[int]]) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from grpo_lab.rewards.whole_number import whole_number
 from grpo_lab.verifiers.canonical import CURRENCY, prose_words
+from grpo_lab.verifiers.quantity import read_quantity
 
 _MAX_SPAN = 600
 _MAX_EXPRESSION = 2000
@@ -25,7 +27,25 @@ _LEADING = re.compile(
 )
 _LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")
 _PERCENT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
-_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|:")
+_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|(?<!\d):|:(?!\d)")  # 3:5 is a ratio
+_NEXT_SUBJECT = re.compile(
+    r"[\s*$]*[-+]?[^\w\s]?\d[\d,./]*[\s*$]*(?:[^\W\d_]+\s+){0,3}?[^\W\d_]*\s*(?:[,;&]|\band\b|\bor\b|\bwhile\b|\bbut\b)"
+    r"(?:\s*(?:and|or|while|but)\b)?([\s$*]+(?:[^\W\d_]+[\s$*']*){1,4})"
+)
+_SUMMARY = re.compile(
+    r"\b(?:total|sum|answer|result|so|thus|hence|therefore|which|that|this|it|final|difference|product|altogether|overall)\b",
+    re.IGNORECASE,
+)
+_SHARE_AFTER = re.compile(  # "8 out of 10", "3:5", "17 or 18": not the one figure
+    r"(?:\s+out of(?: (?:the|every|each|all))? |:|\s+or \\?\$?)\d[\d,]*(?:\.\d+)?", re.IGNORECASE
+)
+_BETWEEN_TWO = re.compile(r"\s+and \\?\$?\d[\d,]*(?:\.\d+)?", re.IGNORECASE)
+_SIGN_IN_WORDS = re.compile(r"(?:minus|negative)\s+(?=\\?\W?\d)", re.IGNORECASE)
+_COUNTED_IN_WORDS = re.compile(  # "two out of 5", "minus 5": the one figure is not the number
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|million|billion|dozen)\b"
+    r"(?:\s+[^\W\d_]+){0,2}?\s+(?:out of|of|in|and|or|to)(?:\s+(?:the|every))?\s+\W?\d|\b(?:minus|negative)\s+\W?\d",
+    re.IGNORECASE,
+)
 _MARKDOWN = " \t\r\n*_`>"
 
 
@@ -89,8 +109,17 @@ def _whole_or_leading(content: str) -> str | None:
     spans = math_spans(content)
     if spans and spans[0].start == 0:
         return _leading_spans(content, spans)
+    return _leading_number(content)
+
+
+def _leading_number(content: str) -> str | None:
+    """The number a text begins with, and all that belongs to it; `minus 5` and `negative 5` are -5."""
     leading = _LEADING.match(content)
-    return leading[0] if leading else None
+    if leading:
+        return content[: whole_number(content, 0, leading.end())]
+    sign = _SIGN_IN_WORDS.match(content)
+    rest = _leading_number(content[sign.end() :]) if sign else None
+    return f"-{rest}" if rest else None
 
 
 def _several_spans(content: str) -> bool:
@@ -105,19 +134,40 @@ def _leading_spans(content: str, spans: list[Span]) -> str:
         taken.append(span)
     if len(taken) > 1:
         return joined([span.inside for span in taken])
-    percent = _PERCENT_AFTER.match(content, taken[0].end)
-    return taken[0].inside.strip() + (r"\%" if percent else "")
+    return _with_what_follows(content, taken[0])
+
+
+def _with_what_follows(content: str, span: Span) -> str:
+    """The inside of a span, `12 million` for `$12$ million`, `8 out of 10` for `$8$ out of $10$`."""
+    inside = span.inside.strip()
+    if _PERCENT_AFTER.match(content, span.end):
+        return inside + r"\%"
+    if re.fullmatch(r"[-+]?[\d.,]*\d", inside) is None:
+        return inside
+    following = inside + content[span.end :]
+    whole = following[: whole_number(following, 0, len(inside))]
+    return whole.replace("$", "")
 
 
 def _after_last_verb(content: str) -> str | None:
     spans = math_spans(content)
     heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
-    return _whole_or_leading(content[heads[-1].end() :]) if heads else None
+    if not heads or _side_by_side(content, heads):
+        return None
+    return _whole_or_leading(content[heads[-1].end() :])
+
+
+def _side_by_side(content: str, heads: list[re.Match[str]]) -> bool:
+    """`x is 3 and y is 5`, `Anna: 3, Tomas: 5`: the last statement is one of two, not what the text comes to."""
+    if len(heads) < 2:
+        return False
+    between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
+    return between is not None and not _SUMMARY.search(between[1])
 
 
 def _only(content: str) -> str | None:
     found = expressions_in(content)
-    return found[0][1] if len(found) == 1 else None
+    return found[0][1] if len(found) == 1 and not _COUNTED_IN_WORDS.search(content) else None
 
 
 def expressions_in(text: str) -> list[tuple[int, str]]:
@@ -128,9 +178,26 @@ def expressions_in(text: str) -> list[tuple[int, str]]:
     ]
     cursor = 0
     for start, end in [(span.start, span.end) for span in spans] + [(len(text), len(text))]:
-        found += [(match.end(), match[0]) for match in NUMBER.finditer(text, cursor, start)]
+        found += _numbers(text, cursor, start)
         cursor = end
     return sorted(found)
+
+
+def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
+    """Every number in `text[start:stop]`, `12 million` and `8 out of 10` as one."""
+    found: list[tuple[int, str]] = []
+    done = start
+    for match in NUMBER.finditer(text, start, stop):
+        if match.start() < done:
+            continue
+        read = read_quantity(text, match.start())
+        end = match.end() if read is None or read.plain else max(match.end(), read.end)
+        between = text[max(0, match.start() - 9) : match.start()].rstrip("$\\ ").lower().endswith("between")
+        share = (_BETWEEN_TWO if between else _SHARE_AFTER).match(text, end)
+        end = share.end() if share else end
+        done = end if end <= stop else match.end()
+        found.append((done, text[match.start() : done]))
+    return found
 
 
 def last_expression(text: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_lab.rewards.expression import is_expression, stated_expression
 from grpo_lab.rewards.extraction import extract_answer
+from grpo_lab.rewards.whole_number import number_in_words
 
 _SHORT = 60
 
@@ -28,7 +29,7 @@ def gold_answer(solution: Any) -> str | None:
         return marked.text
     if (len(text) <= _SHORT and "\n" not in text and " " not in text) or is_expression(text.replace("$", "")):
         return stated_expression(text) or text
-    return stated_expression(text) or (text if _is_label(text) else None)
+    return stated_expression(text) or number_in_words(text) or (text if _is_label(text) else None)
 
 
 def _number(value: float) -> str | None:

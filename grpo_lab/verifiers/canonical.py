@@ -11,6 +11,8 @@ import re
 import unicodedata
 from functools import lru_cache
 
+from grpo_lab.verifiers.quantity import is_value_word
+
 _TRANSLATION = str.maketrans(
     {
         **dict.fromkeys("−–—‒―﹣－˗", "-"),
@@ -37,6 +39,11 @@ _TRANSLATION = str.maketrans(
         "∈": r"\in ",
         "∅": r"\emptyset ",
         "°": r"^\circ ",
+        "º": r"^\circ ",
+        "℃": r"^\circ C",
+        "℉": r"^\circ F",
+        "Ω": r"\Omega ",
+        "％": "%",
         "√": r"\sqrt",
         "θ": r"\theta ",
         "α": r"\alpha ",
@@ -64,7 +71,7 @@ _TRANSLATION = str.maketrans(
         **{superscript: f"^{digit}" for digit, superscript in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
-CURRENCY = "$€£¥₹₽₩₫฿₺₦₱₴"
+CURRENCY = "$€£¥₹₽₩₫฿₺₦₱₴¢"
 _SQRT_OF_DIGITS = re.compile(r"\\sqrt\s*(\d+)(?![\d}])")
 _SQRT_OF_PARENS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _BOX_HEAD = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
@@ -77,11 +84,19 @@ _SIGNED_CURRENCY = re.compile(rf"([+-]?)\s*(?:US|USD|Rs\.?)?\s*(?:\\\$|[{re.esca
 _MIXED = re.compile(r"([+-]?\d+)\s+(\d+)\s*/\s*(\d+)")
 _LEADING_ZERO_COMMA = re.compile(r"[+-]?0,\d+")
 _NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
-_NUMBER_THEN_UNIT = re.compile(rf"({_NUMBER}(?<=\d))\s*\\?([^\W\d_]{{1,12}})((?:\^\{{?\d\}}?)?)")
-_NUMBER_THEN_TEXT = re.compile(
-    rf"({_NUMBER}(?<=\d))\s*\\(?:text|mbox|mathrm|textrm|textbf|textnormal)\s*\{{([^{{}}\d]*)\}}((?:\^\{{?\d\}}?)?)"
+_GAP = r"(?:[\s~]|\\[ ,;:!])*"
+_NUMBER_THEN_UNIT = re.compile(rf"({_NUMBER}(?<=\d)){_GAP}\\?([^\W\d_]{{1,12}})((?:\^\{{?\d\}}?)?)")
+_DEGREES = re.compile(
+    rf"({_NUMBER}(?<=\d)){_GAP}(?:\^\s*(?:\\circ|\{{\s*\\circ\s*\}})|\\degrees?(?![a-z])){_GAP}"
+    r"(?:(?:\\(?:text|mathrm|rm|textrm|mbox)\s*\{)?\s*(?:[FCK]|Fahrenheit|Celsius|Kelvin)\s*\}?)?",
+    re.IGNORECASE,
 )
-_PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent|percentage|pct|per cent)\.?", re.IGNORECASE)
+_NUMBER_THEN_TEXT = re.compile(
+    rf"({_NUMBER}(?<=\d)){_GAP}\\(?:text|mbox|mathrm|textrm|textbf|textnormal)\s*\{{([^{{}}\d]*)\}}((?:\^\{{?\d\}}?)?)"
+)
+_PERCENT_WORD = re.compile(rf"{_GAP}(?:\\?%|percent|percentage(?: points?)?|pct|per cent){_GAP}\.?", re.IGNORECASE)
+_PERCENT_AT_END = re.compile(rf"(?<=[\d}}]){_GAP}(?:\\%|percent(?:age points?)?|pct|per cent)$", re.IGNORECASE)
+_TIME_OF_DAY = re.compile(r"(?<=\d)\s*[ap]\.\s?m\.?$", re.IGNORECASE)
 _NUMBER_THEN_WORDS = re.compile(
     rf"({_NUMBER}(?<=\d)(?:/\d+)?) ([^\W\d_]{{1,20}}(?: [^\W\d_]{{1,20}}){{0,5}})(?:\^\{{?\d\}}?)?"
 )
@@ -91,6 +106,12 @@ UNITS_WORDS = (
     "months month years year meters meter metres miles mile feet foot inches inch"
 )
 UNITS = frozenset(UNITS_WORDS.split())
+# Abbreviations that could be a product of variables where they touch the number: units only after a space.
+_SPACED_UNITS_WORDS = (
+    "mi yd yds gal qt pt sq cu kB MB GB TB kW kWh MW Wh hp kcal cal mol kPa Pa kN Hz kHz MHz GHz atm bar psi ha am pm rpm "
+    "bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
+)
+SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())
 # math-verify reads `\cos 2t` as cos(2) and `\sin t` not at all: give it the parentheses.
 _FUNCTION_OF = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln))\s*(?:\^\s*(?:\{(\d+)\}|(\d)))?\s*(\d*\s?(?:\\theta|\\alpha|\\beta|\\pi|[a-zA-Z]))(?![a-zA-Z({_^])"
@@ -167,16 +188,28 @@ def _without_unit(text: str) -> str:
             number, unit, _ = match.groups()
             if _PERCENT_WORD.fullmatch(unit):
                 return number + r"\%"
-            if pattern is _NUMBER_THEN_TEXT or unit in UNITS or unit.lower() in UNITS:
+            if pattern is _NUMBER_THEN_TEXT and not any(_says_how_much(word) for word in _WORD.findall(unit)):
                 return number
+            if pattern is _NUMBER_THEN_UNIT and (unit in UNITS or (len(unit) > 1 and unit.lower() in UNITS)):
+                return number
+    degrees = _DEGREES.fullmatch(text)
+    if degrees:
+        return degrees[1]
     counted = _NUMBER_THEN_WORDS.fullmatch(text)
-    if counted and all(_is_unit_word(word) for word in counted[2].split()):
+    if counted and all(is_unit_word(word) for word in counted[2].split()):
         return counted[1]
     return text
 
 
-def _is_unit_word(word: str) -> bool:
-    return word in UNITS or (len(word) >= 3 and word.lower() not in _FUNCTIONS)
+def is_unit_word(word: str) -> bool:
+    """True for a word that may follow a number as what it counts: no function, no `million`, not one or two letters."""
+    if word in UNITS or word in SPACED_UNITS:
+        return True
+    return len(word) >= 3 and word.lower() not in _FUNCTIONS and not _says_how_much(word)
+
+
+def _says_how_much(word: str) -> bool:
+    return is_value_word(word) and word.lower() not in ("quarter", "quarters")  # of figures: coins
 
 
 @lru_cache(maxsize=4096)
@@ -204,11 +237,12 @@ def canonical(text: str) -> str:
     mixed = _MIXED.fullmatch(text)
     if mixed:
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
-    text = re.sub(r"(?<=[\d}])\s*(?:percent|pct|per cent)$", r"\\%", text)
+    text = _TIME_OF_DAY.sub("", _PERCENT_AT_END.sub(r"\\%", text))
     return _without_unit(text)
 
 
-_GROUP_OF_TEXT = re.compile(_TEXT_HEAD.pattern + r"[^{}]*\}")
+TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
+_GROUP_OF_TEXT = re.compile(TEXT_GROUP)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _FUNCTIONS_WORDS = (

@@ -15,6 +15,7 @@ from enum import Enum
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
 from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
 from grpo_lab.verifiers.pool import Limits, Outcome, WorkerPool
+from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 
 _HANDLER = "grpo_lab.verifiers.math_worker:compare"
@@ -26,8 +27,6 @@ _NUMBER_WORDS = re.compile(
 )
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _LABELLED_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*", re.DOTALL)
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
-_RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
 _CACHE_LIMIT = 1 << 16
 
 
@@ -76,15 +75,6 @@ def _choice_label(text: str) -> str | None:
     return (labelled[1] or labelled[2]) if labelled else None
 
 
-def _read_beside_number(answer: str) -> str:
-    """The gold is one plain number; read `x = 18` as 18 and `12,5` as 12.5. Lists stay lists."""
-    if "," not in answer and "=" in answer:
-        answer = canonical(_RIGHT_SIDE.split(answer)[-1])
-    if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
-        answer = answer.replace(",", ".")
-    return answer
-
-
 class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
@@ -121,10 +111,10 @@ class MathVerifier:
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
         """One verdict per (gold, answer), in order."""
-        keys = [(self._spelled(gold), self._spelled(answer)) for gold, answer in pairs]
+        keys = [self._read(gold, answer) for gold, answer in pairs]
         decided = {key: self._decide_here(*key) for key in dict.fromkeys(keys)}
         jobs = [key for key, verdict in decided.items() if verdict is None]
-        outcomes = self.pool.run([{"gold": gold, "answer": self._answer_for(gold, answer)} for gold, answer in jobs])
+        outcomes = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in jobs])
         for key, outcome in zip(jobs, outcomes, strict=True):
             verdict = _verdict_of(outcome)
             decided[key] = verdict
@@ -136,12 +126,16 @@ class MathVerifier:
         """Each gold against itself: everything but `EQUAL` is a gold that no answer could satisfy."""
         return self.compare([(gold, gold) for gold in golds])
 
+    def _read(self, gold: str, answer: str) -> tuple[str, str]:
+        """Both in canonical spelling, and a gold that is not text read together with its answer."""
+        gold, answer = self._spelled(gold), self._spelled(answer)
+        if max(len(gold), len(answer)) > self.max_chars or inside_text_group(gold) is not None:
+            return gold, answer
+        return read_together(gold, answer)
+
     def _spelled(self, text: str) -> str:
         """Canonical, unless the text is so long that it is refused anyway (4: wrappers and spaces may go)."""
         return canonical(text) if len(text) <= 4 * self.max_chars else text
-
-    def _answer_for(self, gold: str, answer: str) -> str:
-        return _read_beside_number(answer) if is_plain_number(gold) else answer
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
         """The verdict where no worker is needed; None where one is."""
@@ -156,8 +150,10 @@ class MathVerifier:
             return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {self.max_chars} characters")
         if kind is GoldKind.TEXT:
             return MathVerdict(Verdict.EQUAL if _same_text(gold, answer) else Verdict.NOT_EQUAL, "compared as text")
+        if is_many(gold, answer):
+            return MathVerdict(Verdict.NOT_EQUAL, MANY)
         if self.fast_path and kind is GoldKind.NUMBER:
-            same = compare_plain_numbers(gold, _read_beside_number(answer))
+            same = compare_plain_numbers(gold, answer)
             if same is not None:
                 return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "plain numbers")
         return self._known.get((gold, answer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,30 @@ def test_another_band_costs_no_sample_and_other_settings_are_refused(tiny_folder
         curate(recipe(tmp_path, tiny_folder, filters={"band": {}}, temperature=0.5))
     again = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}, temperature=0.5), overwrite=True)
     assert (again.folder / "pass_rates.jsonl").read_bytes() != samples
+
+
+def test_samples_end_with_the_chat_template_and_what_was_cut_is_said_again(tiny_folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    data = {"loader": "file", "source": str(rows_file(tmp_path)), "template": "chat"}
+    changes: dict[str, Any] = {"filters": {"band": {}}, "data": data, "n_samples": 2, "max_completion_length": 2}
+    first, again = (curate(recipe(tmp_path, model, **changes)) for _ in range(2))
+    cut = [note for note in first.report.notes if "were cut at" in note]
+    assert len(cut) == 1
+    assert [note for note in again.report.notes if "were cut at" in note] == cut  # no completion of its own
+    (model / "chat_template.jinja").write_text("{% for m in messages %}Q: {{ m['content'] }}{% endfor %}A:")
+    with pytest.raises(ValueError, match=r"pass_rates\.jsonl holds samples made with.*chat_template\.jinja"):
+        curate(recipe(tmp_path, model, **changes))
+
+
+def test_a_row_without_a_value_to_balance_by_is_told(tiny_folder: Path, tmp_path: Path) -> None:
+    made = recipe(tmp_path, tiny_folder, model=None, filters={"balance": {"by": "area"}})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows[0]["area"] = None
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = curate(made)
+    assert len(done.rows) == 12
+    assert any("1 of the 14 rows to balance have no `area`" in note for note in done.report.notes)
 
 
 def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp_path: Path) -> None:

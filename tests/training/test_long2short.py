@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab.pipelines.long2short import long2short
+from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.trainer.preference import prefer
@@ -70,6 +71,20 @@ def test_four_ways_leave_a_model_and_both_evaluations(tiny_folder: Path, tmp_pat
         assert torch.allclose(value, 0.25 * start[name] + 0.75 * weights(sft)[name], atol=1e-6)
     with pytest.raises(ValueError, match="holds a finished run"):
         long2short(recipe(tmp_path, tiny_folder, "shortest_sft"))
+
+
+def test_overwrite_samples_anew_and_leaves_a_shared_file(tiny_folder: Path, tmp_path: Path) -> None:
+    written = recipe(tmp_path, tiny_folder, "shortest_sft", evaluation=None)
+    written.output_dir.mkdir()
+    own, shared = written.output_dir / "samples.jsonl", tmp_path / "shared.jsonl"
+    own.write_text("kept")
+    shared.write_text("kept")
+    (written.output_dir / "run.json").write_text(json.dumps({"pipeline": "long2short", "finished": False}))
+    _claim(replace(written, samples=str(shared)), overwrite=False)
+    assert own.is_file()
+    _claim(replace(written, samples=str(shared)), overwrite=True)
+    assert not own.exists()
+    assert shared.read_text() == "kept"
 
 
 def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[torch.Tensor, int]:

@@ -46,3 +46,11 @@ def test_bad_input_is_named() -> None:
         balance(ROWS, "domain", {"algebra": 1, "geometry": 1})
     with pytest.raises(ValueError, match="negative"):
         balance(ROWS, "domain", -1)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), "", " "])
+def test_a_row_without_a_domain_is_not_the_smallest_domain(missing: object) -> None:
+    rows = [{"domain": "abc"[k % 3]} for k in range(99)] + [{"domain": missing}]
+    assert balance(rows, "domain") == [True] * 99 + [False]
+    with pytest.raises(ValueError, match="none of the 2 rows"):
+        balance([{"domain": missing}] * 2, "domain")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.curation import answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation import Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 
 PROBLEMS = [{"prompt": f"{k} + {k}?", "solution": str(2 * k), "domain": "sums"} for k in range(10)]
 
@@ -217,3 +217,34 @@ def test_a_band_excludes_its_ends() -> None:
     assert keep_band([0.0, 0.1, 0.2, 0.5, 0.7, 1.0, None], 0.1, 0.7) == [False, False, True, True, False, False, False]
     with pytest.raises(ValueError, match=r"1\.5"):
         keep_band([1.5])
+
+
+def test_the_rendered_prompt_is_part_of_the_key(tmp_path: Path) -> None:
+    """The same rows under another chat template are other problems: their samples are not these."""
+    file, asked = tmp_path / "rates.jsonl", []
+    for template in ("A: {}", "A: {}", "B: {}"):
+        generate = Scripted()
+        pass_rates(PROBLEMS, generate, exact, path=file, progress=False, rendered=template.format)
+        asked.append(len(generate.asked))
+    assert asked == [10, 0, 10]
+
+
+def test_what_was_cut_is_kept_with_the_samples(tmp_path: Path) -> None:
+    file = tmp_path / "rates.jsonl"
+    written = lambda prompts, n: [[Written(str(j), j < 3) for j in range(n)] for _ in prompts]  # noqa: E731
+    first = pass_rates(PROBLEMS, written, exact, n=4, path=file, progress=False)
+    assert [rate.cut for rate in first] == [3] * 10
+    assert first[0].completions == ("0", "1", "2", "3")
+    assert pass_rates(PROBLEMS, Scripted(), exact, n=4, path=file, progress=False) == first
+    assert pass_rates(PROBLEMS, Scripted(), exact, n=4, progress=False)[0].cut is None
+
+
+def test_a_refusal_names_only_what_differs(tmp_path: Path) -> None:
+    file = tmp_path / "rates.jsonl"
+    settings = {"files": {"config.json": "aa", "chat_template.jinja": "bb"}, "seed": 0}
+    pass_rates(PROBLEMS[:1], Scripted(), exact, path=file, settings=settings, progress=False)
+    other = {**settings, "files": {"config.json": "aa", "chat_template.jinja": "cc"}}
+    with pytest.raises(ValueError, match=r"chat_template.*--overwrite") as caught:
+        pass_rates(PROBLEMS[:1], Scripted(), exact, path=file, settings=other, progress=False)
+    assert "config.json" not in str(caught.value)
+    assert "seed" not in str(caught.value)

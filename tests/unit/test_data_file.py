@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.data import load_file
+from grpo_lab.data import apply_template, load_file, load_gsm8k, load_math
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -62,3 +62,68 @@ def test_bytes_that_are_no_utf8_name_the_file(tmp_path: Path) -> None:
     file.write_bytes(b'{"prompt": "1+1?", "solution": "2"}\n{"prompt": "caf\xe9", "solution": "3"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl.*UTF-8"):
         load_file(file)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "solution": "2"}\n')
+    assert load_file(file, template="none")["prompt"] == ["1+1?"]
+
+
+@pytest.mark.parametrize("question", [None, "", "  "])
+def test_a_row_without_a_question_is_named(question: str | None, tmp_path: Path) -> None:
+    file = written(tmp_path, {"question": "1+1?", "solution": "2"}, {"question": question, "solution": "4"})
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 2.*'question'"):
+        load_file(file)
+
+
+@pytest.mark.parametrize("prompt", ["  ", [{"role": "user", "content": " "}], [{"content": "1+1?"}]])
+def test_a_prompt_that_says_nothing_is_named(prompt: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 1.*`prompt`"):
+        load_file(written(tmp_path, {"prompt": prompt, "solution": "4"}), template="none")
+
+
+@pytest.mark.parametrize("loader", [load_file, load_gsm8k, load_math])
+def test_a_lone_surrogate_is_named(loader: Any, tmp_path: Path) -> None:
+    good = {"question": "caf\u00e9 \U0001f600?", "solution": "2", "gold_answer": "2"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: column 'question' holds .*ud83d"):
+        loader(written(tmp_path, good, {**good, "question": "cut \ud83d"}))
+    assert loader(written(tmp_path, good))[0]["question"] == "caf\u00e9 \U0001f600?"
+
+
+@pytest.mark.parametrize("loader", [load_gsm8k, load_math])
+def test_a_column_prompt_does_not_replace_the_template_asked_for(loader: Any, tmp_path: Path) -> None:
+    row = {"question": "1+1?", "gold_answer": "2", "prompt": "theirs", "template": "theirs, too"}
+    made = loader(written(tmp_path, row), template="r1")[0]
+    assert made["prompt"] == apply_template("1+1?", "r1")
+    assert made["template"] == "r1"
+    assert (made["source_prompt"], made["source_template"]) == ("theirs", "theirs, too")
+
+
+def test_a_column_template_does_not_name_prompts_that_another_made(tmp_path: Path) -> None:
+    made = load_file(written(tmp_path, {"question": "1+1?", "solution": "2", "template": "qwen_math"}), template="r1")[
+        0
+    ]
+    assert (made["prompt"], made["template"]) == (apply_template("1+1?", "r1"), "r1")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("1+1?", {"template": "r1"}),
+        ("1+1?", {"template": "chat"}),
+        ([{"role": "user", "content": "1+1?"}], {"template": "none"}),
+        ([{"role": "user", "content": "1+1?"}], {"template": "chat", "system_prompt": "Be brief."}),
+    ],
+)
+def test_prompts_of_another_form_than_the_template_asked_for_are_refused(
+    prompt: Any, asked: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 1.*template"):
+        load_file(written(tmp_path, {"prompt": prompt, "solution": "2"}), **asked)
+
+
+def test_prompts_that_the_template_made_stay(tmp_path: Path) -> None:
+    for name in ("r1", "qwen_math", "none", "chat"):
+        prompt = apply_template("1+1?", name)
+        assert load_file(written(tmp_path, {"prompt": prompt, "solution": "2"}), template=name)["prompt"] == [prompt]

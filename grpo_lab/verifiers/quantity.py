@@ -1,0 +1,294 @@
+r"""Numbers as they are written in running text: figures with scale words, number words, fractions in words.
+
+    "12 million"  "1.5 billion"  "3 dozen"  "5k"  "two hundred and five"  "half a million"  "3 and a half"  "two-thirds"
+
+A quantity is read from a place in a text as far as it goes; what follows (a unit, a sentence) is the caller's.
+One pass, at most `_MOST_WORDS` words.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+_ONES_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_ONES = {word: n for n, word in enumerate(_ONES_WORDS.split())}
+_TENS_WORDS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_TENS = {word: 10 * n for n, word in enumerate(_TENS_WORDS.split(), 2)}
+_TENS["fourty"] = 40
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "quadrillion": 15, "lakh": 5, "crore": 7}
+_POWERS |= {"mn": 6, "mln": 6, "bn": 9, "bln": 9, "tn": 12, "lac": 5}
+_COUNTS = {"dozen": 12, "score": 20, "gross": 144}
+_PARTS_WORDS = "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+_PARTS = {word: n for n, word in enumerate(_PARTS_WORDS.split(), 3)}
+_PARTS |= {
+    "half": 2,
+    "halve": 2,
+    "quarter": 4,
+    "twentieth": 20,
+    "hundredth": 100,
+    "thousandth": 1000,
+    "millionth": 10**6,
+}
+_SUFFIXES = {"k": 3, "M": 6, "MM": 6, "B": 9, "T": 12}
+_MOST_WORDS = 24
+
+_FIGURE = re.compile(
+    r"(?:\d{1,3}(?:,\d{3}){1,12}(?!\d)|\d{1,40}(?!\d))(?:\.\d{1,40}(?!\d))?|\.\d{1,40}(?!\d)", re.ASCII
+)
+_SIGN = re.compile(r"(?:([-−–])|(?:minus|negative)\b)\s*", re.IGNORECASE)
+_CURRENCY = re.compile(r"(?:US|USD|Rs\.?)?\s*\\?[$€£¥₹₽₩₫฿₺₦₱₴]\s*")
+_OVER = re.compile(r"\s?/\s?(\d{1,18})(?!\d|[/.,]\d)", re.ASCII)
+_MIXED = re.compile(
+    r"(?:\s{1,4}(?:and\s{1,4})?|-)(\d{1,18})\s?[/⁄]\s?(\d{1,18})(?![\d/])|\s{0,4}\\[dtc]?frac(?:\{(\d{1,18})\}\{(\d{1,18})\}|(\d)(\d))",
+    re.ASCII,
+)
+_VULGAR = re.compile(r"\s?([¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
+_LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{(\d{1,18})\}\s?\{(\d{1,18})\}|(\d)(\d))", re.ASCII)
+_SUFFIX = re.compile(r"(?:[kK]|MM?|[BT])(?![A-Za-z\d])")
+_MONEY_SUFFIX = re.compile(r"\s?(?:mm?|[kbt])(?![A-Za-z\d])", re.IGNORECASE)
+_WORD = re.compile(r"(?:[\s~]|\\[ ,;:!]|-(?=[A-Za-z])){0,4}([A-Za-z]+)")
+_PERCENT = re.compile(r"(?:[\s~]|\\[ ,;:!])*(?:\\?[%％]|percent(?:age points?)?\b|per cent\b|pct\b)", re.IGNORECASE)
+_AND_A_PART = re.compile(r"\s+(?:(a|an|one|1)|(two|three|2|3))\s+(half|thirds?|quarters?|fourths?)\b", re.IGNORECASE)
+_NEXT_GROUP = re.compile(
+    rf"(?:\s+|,\s?)(?:and\s+)?({_FIGURE.pattern})(?=\s+(?:hundred|thousand|million|billion)\b)",
+    re.ASCII | re.IGNORECASE,
+)
+_OF_A = re.compile(r"\s+(?:of\s+)?(?:a|an)\s+(?=[A-Za-z])", re.IGNORECASE)
+
+VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred", "halves", "minus", "negative"})
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """`value` (of `35%`: 35), where it ends in the text, and how it is written.
+
+    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula
+    would be a variable.
+    """
+
+    value: Fraction
+    end: int
+    plain: bool = False
+    percent: bool = False
+    part: bool = False
+    suffix: bool = False
+
+
+def is_value_word(word: str) -> bool:
+    """True for a word that says how much, not of what: `million`, `dozen`, `thirds`; it is no unit."""
+    word = word.lower()
+    return word in VALUE_WORDS or word.removesuffix("s") in VALUE_WORDS
+
+
+def read_quantity(text: str, start: int = 0) -> Quantity | None:
+    """The quantity that begins at `start`, read as far as it goes; None where none begins there."""
+    sign = _SIGN.match(text, start)
+    money = _CURRENCY.match(text, sign.end() if sign else start)
+    begin = money.end() if money else sign.end() if sign else start
+    found = _from_figures(text, begin, money is not None) or _from_words(text, begin)
+    if found is None:
+        return None
+    percent = _PERCENT.match(text, found.end)
+    return Quantity(
+        -found.value if sign else found.value,
+        percent.end() if percent else found.end,
+        plain=found.plain and percent is None and (sign is None or sign[1] is not None),
+        percent=percent is not None,
+        part=found.part,
+        suffix=found.suffix,
+    )
+
+
+def exact_value(text: str) -> Fraction | None:
+    """The value of a text that is one quantity through and through, without a percent sign or a letter at its end."""
+    found = read_quantity(text)
+    whole = found is not None and found.end == len(text) and not (found.percent or found.suffix)
+    return found.value if found is not None and whole else None
+
+
+def in_digits(value: Fraction) -> str:
+    r"""`12000000`, `2.5`, `\frac{2}{3}`: a decimal where one of at most 12 places is exact."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = value * 10**12
+    if scaled.denominator == 1:
+        sign, digits = "-" if value < 0 else "", f"{abs(scaled.numerator):013d}"
+        return f"{sign}{digits[:-12]}.{digits[-12:]}".rstrip("0")
+    return rf"{'-' if value < 0 else ''}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
+    fraction = _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start)
+    figure = _FIGURE.match(text, start)
+    if fraction is not None:
+        value, end, plain = _fraction_of(fraction), fraction.end(), False
+    elif figure is not None:
+        value, end, plain = Fraction(figure[0].replace(",", "")), figure.end(), True
+    else:
+        return None
+    if plain:
+        mixed = _MIXED.match(text, end) or _VULGAR.match(text, end)
+        over = _OVER.match(text, end)
+        part = _fraction_of(mixed) if mixed and value.denominator == 1 else None
+        if mixed and part is not None and part < 1:
+            value, end, plain = value + part, mixed.end(), False
+        elif over and int(over[1]):
+            value, end, plain = value / int(over[1]), over.end(), False
+    suffix = (_MONEY_SUFFIX if money else _SUFFIX).match(text, end)
+    if suffix:
+        key = suffix[0].strip()
+        power = _SUFFIXES[{"k": "k", "m": "M", "b": "B", "t": "T"}[key[0].lower()]]
+        return Quantity(value * 10**power, suffix.end(), suffix=True)
+    return _Reader(text, value, end, plain).read()
+
+
+def _fraction_of(match: re.Match[str]) -> Fraction:
+    if match.re is _VULGAR:
+        return Fraction(unicodedata.numeric(match[1])).limit_denominator(8)
+    above, below = (int(group) for group in match.groups() if group is not None)
+    return Fraction(above, below) if below else Fraction(0)
+
+
+def _from_words(text: str, start: int) -> Quantity | None:
+    if _WORD.match(text, start) is None:
+        return None
+    found = _Reader(text, None, start, False).read()
+    return found if found and found.end > start else None
+
+
+class _Reader:
+    """Number words from a place on; `current` is the group below the next scale word, `total` what lies above it."""
+
+    def __init__(self, text: str, first: Fraction | None, end: int, plain: bool) -> None:
+        self.text, self.end, self.plain = text, end, plain
+        self.figures = plain
+        self.total, self.current = Fraction(0), first
+        self.last, self.scale, self.part = "" if first is None else "figure", 10**18, False
+
+    def read(self) -> Quantity | None:
+        for _ in range(_MOST_WORDS):
+            self._next_group()
+            word = _WORD.match(self.text, self.end)
+            at_start = self.current is None and not self.last
+            if word is None or (at_start and word.start(1) != self.end):
+                break
+            if not (self._joined(word) or self._takes(word[1].lower(), word.end())):
+                break
+            self.plain = False
+        if self.current is None and not self.last:
+            return None
+        if self.last == "article":
+            return None
+        return Quantity(self.total + (self.current or 0), self.end, plain=self.plain, part=self.part)
+
+    def _next_group(self) -> None:
+        """`500` of `2 million 500 thousand`."""
+        group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
+        if group:
+            self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
+
+    def _joined(self, word: re.Match[str]) -> bool:
+        """`and a half`, `and 3/4` after a number; `and` between the groups of one number; `a` before a scale word."""
+        name = word[1].lower()
+        if name == "point" and self.last in ("one", "ten"):
+            return self._point(word.end())
+        if name != "and" or not self.last:
+            return False
+        part = _AND_A_PART.match(self.text, word.end())
+        if part and self.current is not None:
+            count = 1 if part[1] else {"two": 2, "2": 2}.get(part[2].lower(), 3)
+            self.current += Fraction(count, _PARTS[part[3].lower().removesuffix("s")])
+            self.last, self.end = "half", part.end()
+            return True
+        following = _WORD.match(self.text, word.end())
+        if self.last in ("hundred", "power") and following and self._fits(following[1].lower()):
+            return self._takes(following[1].lower(), following.end())
+        return False
+
+    def _fits(self, name: str) -> bool:
+        return name in _ONES or name in _TENS
+
+    def _point(self, start: int) -> bool:
+        digits = ""
+        while (word := _WORD.match(self.text, start)) and _ONES.get(word[1].lower(), 10) < 10:
+            digits, start = digits + str(_ONES[word[1].lower()]), word.end()
+        if not digits or self.current is None:
+            return False
+        self.current += Fraction(int(digits), 10 ** len(digits))
+        self.last, self.end = "point", start
+        return True
+
+    def _takes(self, name: str, end: int) -> bool:
+        """Takes one word into the number; False where it does not go on with it."""
+        single = name if name in _COUNTS else name.removesuffix("s")
+        taken = self._small(name) or self._larger(single) or self._part_of(name, end) or self._article(name, end)
+        if taken:
+            self.end = max(self.end, end)
+        return taken
+
+    def _small(self, name: str) -> bool:
+        if name in _ONES:
+            follows_ten = self.last == "ten" and 0 < _ONES[name] < 10
+            if not (follows_ten or self.last in ("", "hundred", "power")):
+                return False
+            self.current, self.last = (self.current or Fraction(0)) + _ONES[name], "one"
+            return True
+        if name in _TENS and self.last in ("", "hundred", "power"):
+            self.current, self.last = (self.current or Fraction(0)) + _TENS[name], "ten"
+            return True
+        return False
+
+    def _larger(self, name: str) -> bool:
+        if self.current is None:
+            return False
+        if name == "hundred" and self.last != "hundred":
+            self.current, self.last = self.current * 100, "hundred"
+        elif name in _COUNTS and self.last in ("figure", "one", "ten", "article", "half", "hundred"):
+            self.current, self.last = self.current * _COUNTS[name], "count"
+        elif name in _POWERS and 10 ** _POWERS[name] < self.scale:
+            self.scale = 10 ** _POWERS[name]
+            self.total, self.current, self.last = self.total + self.current * self.scale, None, "power"
+        else:
+            return False
+        return True
+
+    def _part_of(self, name: str, end: int) -> bool:
+        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless they are `3 quarters of` something."""
+        one = {"halves": "half"}.get(name, name.removesuffix("s"))
+        if one not in _PARTS or self.part:
+            return False
+        if self.current is None and name == "half" and not self.last:
+            self.current = Fraction(1)
+        elif not self._counts_parts(name, one, end):
+            return False
+        assert self.current is not None
+        self.current, self.last, self.part = self.current / _PARTS[one], "half", True
+        self.end = end
+        of_a = _OF_A.match(self.text, end)
+        following = _WORD.match(self.text, of_a.end()) if of_a else None
+        if of_a and following and (following[1].lower() in ("hundred", *_POWERS, *_COUNTS)):
+            self.end = of_a.end()
+        return True
+
+    def _counts_parts(self, name: str, one: str, end: int) -> bool:
+        if self.current is None or self.last not in ("figure", "one", "ten", "article"):
+            return False
+        if (self.current == 1) == (name != one):  # "one third", "two thirds"; "twenty third" is an ordinal
+            return False
+        return not self.figures or one != "quarter" or re.match(r"\s+of\b", self.text[end : end + 8]) is not None
+
+    def _article(self, name: str, end: int) -> bool:
+        if name not in ("a", "an") or self.last:
+            return False
+        following = _WORD.match(self.text, end)
+        next_one = following[1].lower() if following else ""
+        if next_one not in ("hundred", *_POWERS, *_COUNTS, *_PARTS):
+            return False
+        self.current, self.last = Fraction(1), "article"
+        return True

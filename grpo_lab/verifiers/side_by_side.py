@@ -1,0 +1,201 @@
+r"""How a gold and an answer are read before they are compared: numbers in words as figures, percents, one answer or many.
+
+    gold 12000000   answer "12\text{ million}"               -> 12000000
+    gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)
+    gold 0.8        answer "8 out of 10"                     -> 0.8
+    gold 20         answer "20 km/h"                         -> 20
+    gold 5          answer "x=3 \text{ and } y=5"            -> many answers beside one
+
+Both texts are in canonical spelling. A gold that is text (`\text{Evelyn}`) is not for this module.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from grpo_lab.verifiers.canonical import SPACED_UNITS, TEXT_GROUP, UNITS, canonical, is_unit_word, prose_words
+from grpo_lab.verifiers.plain_numbers import is_plain_number
+from grpo_lab.verifiers.quantity import exact_value, in_digits, is_value_word, read_quantity
+
+_SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
+_TEXT_GROUP = re.compile(TEXT_GROUP)
+_FIGURE = r"\d[\d,]*(?:\.\d+)?"
+_SHARE = re.compile(
+    rf"([+-]?{_FIGURE}|[a-z-]+)(?: [a-z]+){{0,2}}? (out of|of|in|over) "
+    rf"(?:the |every |each |all |a total of )?({_FIGURE}|[a-z-]+)((?: [a-z]+){{0,3}})",
+    re.IGNORECASE,
+)
+_PERCENT = re.compile(r"(.*\S)\s*\\%", re.DOTALL)
+_OF_WHAT = re.compile(r" of(?: [^\W\d_]+){1,6}")
+_UNIT = r"(?:[A-Za-zµμ]+|\\(?:Omega|mu [A-Za-z]+))(?:\^\{?-?\d\}?)?"
+_UNITS_AFTER = re.compile(rf"((?:\s*[*/]\s*|\s*\\cdot\s*|\s+per\s+|\s+){_UNIT})+")
+_UNIT_NAME = re.compile(r"\\Omega|[A-Za-zµμ]+")
+_LETTER_UNITS_WORDS = "N V J W K C F A T L m s h g Hz Pa per"
+_LETTER_UNITS = frozenset(_LETTER_UNITS_WORDS.split())
+_RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_JOINT = re.compile(
+    r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])[^{}]*\}"
+    r"|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|;|\\\\|\\q?quad(?![a-zA-Z])|\\(?:land|wedge|lor|vee)(?![a-zA-Z])|\\?&"
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_BRACKETS = re.compile(r"[()\[\]]|\\[{}]|\\begin|,|;|=|<|>|\\(?:cup|cap|in|leq?|geq?|neq|pm)(?![a-zA-Z])")
+_WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$+-]*(?<![A-Za-z])\d")
+MANY = "several answers beside one"
+
+
+def in_figures(text: str, letters: bool = False) -> str:
+    r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`; others as they are.
+
+    `letters`: also `5k` -> `5000`, where no variable can be meant.
+    """
+    flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
+    share = _share(flat)
+    if share is not None:
+        return share
+    found = read_quantity(flat)
+    if found is None or found.plain or (found.suffix and not letters):
+        return text
+    rest = flat[found.end :]
+    if rest.strip(" .") and not _is_unit_phrase(rest) and not (found.part and _OF_WHAT.fullmatch(rest)):
+        return text
+    number = flat[: found.end]
+    if found.percent:
+        return text if text.endswith(r"\%") and _is_latex(number) else in_digits(found.value) + r"\%"
+    return text if _is_latex(number) else in_digits(found.value)
+
+
+def _with_spaces(group: re.Match[str]) -> str:
+    return f" {group[0][group[0].index('{') + 1 : -1]} "
+
+
+def _is_latex(number: str) -> bool:
+    r"""Figures that math-verify reads by itself: `\frac{1}{2}`, `1/2`, `3\frac{1}{2}`."""
+    return not re.search(r"[A-Za-z]", _COMMAND.sub("", number)) and not re.search(r"\d\s+\d", number)
+
+
+def _share(flat: str) -> str | None:
+    """`8 out of 10 apples` as the fraction it is; `8 of 10` and `1 in 5` only where they are one: 8 <= 10."""
+    found = _SHARE.fullmatch(flat)
+    if found is None:
+        return None
+    some, whole = exact_value(found[1]), exact_value(found[3])
+    if some is None or not whole or (found[2].lower() in ("of", "in") and abs(some) > whole):
+        return None
+    if any(is_value_word(word) for word in found[4].split()):
+        return None
+    return in_digits(some / whole)
+
+
+def _is_unit_phrase(rest: str) -> bool:
+    words = rest.strip(" .").split()
+    return len(words) <= 8 and all(
+        re.fullmatch(r"[^\W\d_]+\.?", word) and is_unit_word(word.strip(".")) for word in words
+    )
+
+
+def read_together(gold: str, answer: str) -> tuple[str, str]:
+    """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number."""
+    gold = _without_compound_unit(in_figures(gold))
+    answer = in_figures(answer, letters=exact_value(gold.removesuffix(r"\%")) is not None)
+    gold, answer = _percents(gold, answer)
+    if is_plain_number(gold):
+        answer = _beside_number(gold, answer)
+    return gold, answer
+
+
+def _percents(gold: str, answer: str) -> tuple[str, str]:
+    r"""`35\%` stands for 35 and for 0.35: beside a number it is read as the one that is nearer to it."""
+    of_gold, of_answer = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
+    if of_gold and of_answer:
+        return of_gold[1], of_answer[1]
+    if of_answer:
+        return gold, _nearer(of_answer[1], exact_value(gold)) or answer
+    if of_gold:
+        return _nearer(of_gold[1], exact_value(_last_side(answer))) or gold, answer
+    return gold, answer
+
+
+def _nearer(percent: str, other: Fraction | None) -> str | None:
+    value = exact_value(percent)
+    if value is None or other is None:
+        return None
+    return percent if abs(value - other) <= abs(value / 100 - other) else in_digits(value / 100)
+
+
+def _last_side(answer: str) -> str:
+    return _RIGHT_SIDE.split(answer)[-1].strip()
+
+
+def _beside_number(gold: str, answer: str) -> str:
+    """The gold is one plain number; read `x = 18` as 18, `12,5` as 12.5 and `20 km/h` as 20. Lists stay lists."""
+    if "," not in answer and "=" in answer and len(parts_of(answer)) < 2:
+        right = _RIGHT_SIDE.split(answer)[-1].strip()
+        answer = _percents(gold, in_figures(canonical(right), letters=True))[1]
+    answer = _without_compound_unit(answer, letters=True)
+    if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
+        answer = answer.replace(",", ".")
+    return answer
+
+
+def _without_compound_unit(text: str, letters: bool = False) -> str:
+    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`, where no variable can be meant."""
+    found = read_quantity(text)
+    if found is None or not found.plain:
+        return text
+    flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text[found.end :])).split())
+    rest = flat if flat.startswith(("/", "*")) else f" {flat}"
+    spaced = text[found.end : found.end + 1] in " \\~" or (letters and "/" in rest)
+    if not flat or not spaced or not _UNITS_AFTER.fullmatch(rest):
+        return text
+    known = UNITS | SPACED_UNITS | (_LETTER_UNITS if letters else frozenset())
+    names = [name for name in _UNIT_NAME.findall(rest.replace("\\cdot", " ")) if name != "per"]
+    compound = "/" in rest or "per" in rest or "cdot" in rest or letters
+    fits = all(name in known or name == r"\Omega" or (letters and is_unit_word(name)) for name in names)
+    return text[: found.end] if compound and fits else text
+
+
+def parts_of(answer: str) -> list[str]:
+    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` outside of brackets and matrices."""
+    if r"\begin" in answer:
+        return [answer]
+    parts, depth, last = [], 0, 0
+    marks = sorted(
+        [(m.start(), m.end(), True) for m in _JOINT.finditer(answer)]
+        + [(m.start(), m.end(), False) for m in re.finditer(r"[()\[\]{}]", answer)]
+    )
+    inside_joint = 0
+    for start, end, joint in marks:
+        if start < inside_joint:
+            continue
+        if joint:
+            inside_joint = end
+            if depth == 0:
+                parts.append(answer[last:start])
+                last = end
+        else:
+            depth += 1 if answer[start] in "([{" else -1
+    parts.append(answer[last:])
+    return [part.strip(" ,") for part in parts if any(map(str.isalnum, _TEXT_GROUP.sub("", part)))]
+
+
+def is_many(gold: str, answer: str) -> bool:
+    """True where the gold is one value and the answer gives several, or several numbers with words between them."""
+    value = exact_value(gold)
+    if value is None and (_BRACKETS.search(gold) or len(parts_of(gold)) > 1):
+        return False
+    parts = parts_of(answer)
+    if len(parts) > 1:
+        return len({_value_of(part) for part in parts}) > 1
+    if value is None or "=" in answer:
+        return False
+    bare = _COMMAND.sub("·", _TEXT_GROUP.sub(_with_spaces, answer))
+    between = _WORDS_BETWEEN.search(bare)
+    return between is not None and bool(prose_words(between[0]) or re.search(r"\d\s+[A-Za-z]{2,}", between[0]))
+
+
+def _value_of(part: str) -> Fraction | str:
+    side = _last_side(part)
+    value = exact_value(side)
+    return side if value is None else value
