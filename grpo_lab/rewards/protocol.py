@@ -32,6 +32,7 @@ from pickle import PicklingError
 from typing import Any, ClassVar, Literal, cast, overload
 
 from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.declaration import check_decorated, check_requires, refuse_waiting
 from grpo_lab.rewards.local_groups import local_group_sizes
 
 __all__ = ["Group", "GroupReward", "Scope", "group_reward", "scope_of", "score_groups"]
@@ -102,6 +103,14 @@ class GroupReward(ABC):
             raise ValueError(f"`num_generations` must be at least 1, got {num_generations}")
         self.num_generations = num_generations
         self.sources = dict(sources or {})
+        for name, source in self.sources.items():
+            refuse_waiting(source, f"`sources[{name!r}]` of {self.name}")
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        refuse_waiting(cls.score_group, f"{cls.__name__}.score_group")
+        if isinstance(cls.requires, str):
+            check_requires(cls.requires)
 
     @property
     def name(self) -> str:
@@ -211,6 +220,7 @@ class _FunctionReward(GroupReward):
         num_generations: int | None = None,
         sources: Mapping[str, CompletionReward] | None = None,
     ) -> None:
+        check_decorated(score)
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires = requires
         self.__name__ = score.__name__
@@ -271,7 +281,8 @@ def group_reward(
     """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
 
     With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
-    the function reads from ``group.rewards``.
+    the function reads from ``group.rewards``. ValueError for an ``async def``, and for what is no function with a name.
     """
+    check_requires(requires)
     make = partial(_FunctionReward, requires=tuple(requires), num_generations=num_generations, sources=sources)
     return make if score is None else make(score)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 from typing import Any
@@ -200,3 +201,59 @@ def test_picklable() -> None:
 
     with pytest.raises(pickle.PicklingError, match="pickled by its address"):
         pickle.dumps(local)
+
+
+async def waits(group: Group) -> list[float]:
+    return [0.0] * len(group)
+
+
+class Waiting:
+    async def __call__(self, group: Group) -> list[float]:
+        return [0.0] * len(group)
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        group_reward,
+        group_reward(requires=("accuracy_reward",)),
+        lambda score: group_reward(functools.partial(score)),
+        lambda score: group_reward(Waiting()),
+    ],
+    ids=["bare", "with arguments", "a partial", "an object that waits"],
+)
+def test_async_def_is_refused_where_it_is_declared(decorate: Any) -> None:
+    with pytest.raises(ValueError, match=r"`async def`.*`score_group`.*asyncio\.run"):
+        decorate(waits)
+
+
+def test_an_async_method_is_refused_with_its_class() -> None:
+    with pytest.raises(ValueError, match=r"LateReward\.score_group is an `async def`"):
+
+        class LateReward(GroupReward):
+            async def score_group(self, group: Group) -> list[float]:  # type: ignore[override]
+                return [0.0] * len(group)
+
+
+def test_an_async_source_is_refused() -> None:
+    async def accuracy_reward(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"`sources\['accuracy_reward'\]`.*`async def`"):
+        MeanLength(1.0, sources={"accuracy_reward": accuracy_reward})
+
+
+@pytest.mark.parametrize("what", ["accuracy_reward", ("accuracy_reward", 3)])
+def test_requires_holds_names(what: Any) -> None:
+    with pytest.raises(ValueError, match=r"`requires` is .*'accuracy_reward'.*a tuple of reward names"):
+        group_reward(requires=what)
+
+
+def test_requires_of_a_class_holds_names() -> None:
+    with pytest.raises(ValueError, match=r"`requires` is 'accuracy_reward'"):
+        type("Letters", (MeanLength,), {"requires": "accuracy_reward"})
+
+
+def test_what_is_decorated_can_be_called() -> None:
+    with pytest.raises(ValueError, match=r"@group_reward decorates a function of one group, got 'accuracy_reward'"):
+        group_reward("accuracy_reward")  # type: ignore[call-overload]
