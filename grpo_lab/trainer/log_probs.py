@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exact_update import verdict
+from grpo_lab.trainer.part_questions import has_team_parts
 from grpo_lab.trainer.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, live_rows, plan_update
 
@@ -49,7 +50,10 @@ class GenerationForwards:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = verdict(trainer)
         in_bins = found.stock is None
-        put_off = in_bins and wanted and (not misaligned or found.all_rows is None) and _stays_ours(trainer)
+        live_only = found.all_rows is None and not has_team_parts(
+            trainer
+        )  # a team's part may act on all rows a step later
+        put_off = in_bins and wanted and (not misaligned or live_only) and _stays_ours(trainer)
         return GenerationForwards(misaligned, corrected, in_bins, put_off)
 
     def instead_of_trls(self, trainer: LabTrainer) -> contextlib.AbstractContextManager[list[str]]:

@@ -30,6 +30,7 @@ if not _found.startswith(SUPPORTED_TRL):
 #: Methods of ``trl.GRPOTrainer`` that we override or call, with their parameters as of 1.16.
 METHODS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate": ("self", "prompts"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -83,6 +84,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "num_generations_eval",
     "num_iterations",
     "max_completion_length",
+    "mask_truncated_completions",
     "aux_loss_enabled",
     "router_aux_loss_coef",
     "eos_token_ids",
