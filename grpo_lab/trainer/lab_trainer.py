@@ -27,6 +27,7 @@ from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.model_card import in_our_words
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
@@ -96,7 +97,7 @@ class LabTrainer(GRPOTrainer):
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
-        self.algorithm = algorithm_from(args, self.lab_settings)
+        self.algorithm = algorithm_from(args, self.lab_settings).with_hooks(type(self))
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
@@ -330,6 +331,10 @@ class LabTrainer(GRPOTrainer):
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
             logger.log(level, message)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        with in_our_words(self):
+            super().create_model_card(*args, **kwargs)
 
     @property
     def has_own_advantages(self) -> bool:

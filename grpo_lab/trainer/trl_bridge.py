@@ -69,11 +69,14 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_get_output_dir": ("self", "trial"),
     "log": ("self", "logs", "start_time"),
+    "create_model_card": ("self", "model_name", "dataset_name", "tags"),
 }
 
 #: Attributes that exist on a constructed ``trl.GRPOTrainer``.
 ATTRIBUTES: tuple[str, ...] = (
     "_metrics",
+    "_name",
+    "_paper",
     "_logs",
     "_step",
     "_buffered_inputs",
