@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM
 
 from grpo_lab import LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
@@ -43,28 +43,40 @@ class Recorded(LabTrainer):
         self.steps: list[dict[str, Any]] = []
         self._parts: list[dict[str, Any]] = []
         self._forwarded = 0
-        self._own_forward = False
+        self._generation: dict[str, Any] = {}
         self.accelerator.unwrap_model(self.model).register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, _module: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._forwarded += (kwargs.get("input_ids") if "input_ids" in kwargs else args[0]).numel()
+            self._forwarded += kwargs["input_ids"].numel()
+
+    def compute_advantages(self, table: Any) -> Any:
+        """Keeps the scores, and the completions of all ranks, which the script knows."""
+        script = self.args.script
+        completions = [script.completion(script.calls - 1, row) for row in range(table.values.size(0))]
+        scores = [None if score != score else score for score in table.values[:, 0].tolist()]
+        self._generation = {"completions": completions, "scores": scores, "end": script.end_id}
+        return super().compute_advantages(table)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
-            self._parts.append(inputs)
-        if not self._parts[1:]:
-            self._before = copy.deepcopy(self.accelerator.unwrap_model(self.model)).double().eval()
-            self._before._forward_pre_hooks.clear()
-        self._forwarded, before = (0, 0) if not self._parts[1:] else (self._forwarded, 0)
+        if not self._parts:
+            self._forwarded = 0
+            self._before = in_float64(self.accelerator.unwrap_model(self.model))
+        self._parts.append(inputs)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.accelerator.sync_gradients:
-            rows = gather_object([row for part in self._parts for row in rows_of(part)])
-            shapes = gather_object([(*part["prompt_ids"].shape, part["completion_ids"].size(1)) for part in self._parts])
-            forwarded = sum(gather_object([self._forwarded]))
-            reference = None if self.ref_model is None else copy.deepcopy(self.ref_model).double().eval()
+            reference = None if self.ref_model is None else in_float64(self.accelerator.unwrap_model(self.ref_model))
             self.steps.append(
-                {"rows": rows, "shapes": shapes, "forwarded": forwarded, "policy": self._before, "reference": reference}
+                {
+                    "rows": gather_object([row for part in self._parts for row in rows_of(part)]),
+                    "shapes": gather_object(
+                        [(*p["prompt_ids"].shape, p["completion_ids"].size(1)) for p in self._parts]
+                    ),
+                    "forwarded": sum(gather_object([self._forwarded])),
+                    "policy": self._before,
+                    "reference": reference,
+                    "generation": self._generation,
+                }
             )
             self._parts = []
         return loss
@@ -82,6 +94,13 @@ def rows_of(part: dict[str, Any]) -> list[Row]:
             }
         )
     return rows
+
+
+def in_float64(model: Any) -> Any:
+    """The same weights in a new model: a copy would keep the forward that TRL bound to the original."""
+    made = AutoModelForCausalLM.from_config(model.config, dtype=torch.float64)
+    made.load_state_dict({name: value.detach().double() for name, value in model.state_dict().items()})
+    return made.eval()
 
 
 @torch.no_grad()
@@ -105,9 +124,19 @@ def check_steps(steps: list[dict[str, Any]], history: list[dict[str, Any]], conf
         if number % 2 == 0:
             expected |= of_generation(step)
         for name, value in expected.items():
-            assert logged[name] == pytest.approx(value, rel=2e-5, abs=1e-6), (number, name)
+            assert logged[name] == pytest.approx(value, rel=2e-5, abs=1e-6), (number, name, logged[name], value)
         seen |= expected.keys()
-    ours = ("clip_ratio", "cispo", "groups/", "update/", "kl", "entropy", "completions/truncated", "completions/mean_length_")
+    assert len(steps) == len(history) > 0
+    ours = (
+        "clip_ratio",
+        "cispo",
+        "groups/",
+        "update/",
+        "kl",
+        "entropy",
+        "completions/truncated",
+        "completions/mean_length_",
+    )
     unknown = {name for row in history for name in row if name.startswith(ours)} - seen
     assert not unknown, "logged, and not computed by hand"
     return seen
@@ -170,9 +199,17 @@ def of_update(step: dict[str, Any], config: Any) -> dict[str, float]:
 
 
 def of_generation(step: dict[str, Any]) -> dict[str, float]:
-    """From the rows alone: a generation batch is the batch of a step here, in another order."""
-    rows = step["rows"]
-    found: dict[str, float] = {}
-    lengths = [sum(own(row["ids"])) for row in rows]
-    found["completions/mean_length"] = statistics.fmean(lengths)
-    return found | step.get("generation", {})
+    """From the completions and their scores; tool tokens are not counted, and correct is a score of 1."""
+    made, scores = step["generation"]["completions"], step["generation"]["scores"]
+    lengths = [sum(own(ids)) for ids in made]
+    right = [n for n, score in zip(lengths, scores, strict=True) if score is not None and score >= 1]
+    wrong = [n for n, score in zip(lengths, scores, strict=True) if score is not None and score < 1]
+    groups = [[s for s in scores[start : start + 4] if s is not None] for start in range(0, len(scores), 4)]
+    found = {
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/truncated_share": statistics.fmean(ids[-1] != step["generation"]["end"] for ids in made),
+        "rewards/unscorable_share": statistics.fmean(score is None for score in scores),
+        "groups/dead_share": statistics.fmean(len(set(group)) <= 1 for group in groups),
+    }
+    found |= {"completions/mean_length_correct": statistics.fmean(right)} if right else {}
+    return found | ({"completions/mean_length_incorrect": statistics.fmean(wrong)} if wrong else {})

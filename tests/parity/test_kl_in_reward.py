@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
+from metrics_oracle import in_float64
 from parity.harness import arguments, mixed_reward, train
 
 LENGTHS = (3, 5, 9, 14)
@@ -34,7 +34,7 @@ class Watched(LabTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
-        policy, reference = (copy.deepcopy(model).double().eval() for model in (self.model, self.ref_model))
+        policy, reference = (in_float64(model) for model in (self.model, self.ref_model))
         rollout = self.args.script
         completions = [rollout.completion(rollout.calls - 1, row) for row in range(len(inputs))]
         tools = isinstance(rollout, WithTools)
@@ -76,7 +76,9 @@ def test_cut_completions_pay_for_their_kl(tools: bool, tiny_folder: Path, tmp_pa
     config.script = (WithTools if tools else ScriptedRollout)(range(20, 90), LENGTHS, end_id=0, truncated_share=0.5)
     run = train(Watched, config, tiny_folder, rollout=config.script, prepare=end_token)
     logged = [row for row in run.history if "loss" in row]
-    for seen, row in zip(run.trainer.seen[1:], logged[1:], strict=True):  # in the first step the policy is the reference
+    for seen, row in zip(
+        run.trainer.seen[1:], logged[1:], strict=True
+    ):  # in the first step the policy is the reference
         assert max(map(abs, seen["penalties"])) > 0.2, "no KL: nothing was compared"
         rewards = [r - beta * k for r, k in zip(seen["rewards"], seen["penalties"], strict=True)]
         # float32 log-probs of both models: 1e-5 a token at the most, fourteen tokens
@@ -84,7 +86,8 @@ def test_cut_completions_pay_for_their_kl(tools: bool, tiny_folder: Path, tmp_pa
         assert row["kl/reward_penalty"] == pytest.approx(statistics.fmean(seen["penalties"]), abs=2 * 14e-5)
         own = [sum(own_tokens(ids)) if tools else len(ids) for ids in seen["completions"]]
         kept = [ids[-1] == run.trainer._tokenizer.eos_token_id for ids in seen["completions"]]
-        assert any(kept) and not all(kept)
+        assert any(kept)
+        assert not all(kept)
         mask = seen["output"]["completion_mask"].bool()
         mask = mask & seen["output"]["tool_mask"].bool()
         assert mask.sum(1).tolist() == [n * whole for n, whole in zip(own, kept, strict=True)]

@@ -16,22 +16,22 @@ from grpo_lab import LabConfig
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, train
 
-SURROGATES: dict[str, dict[str, Any]] = {
-    "token ratio": {"objective": {"name": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05}},
-    "sequence ratio": {"objective": {"name": "gspo", "epsilon": 0.01, "epsilon_high": 0.012}},
-    "weight": {"objective": {"name": "cispo", "epsilon_high": 1.02}},
-    "kl in the loss": {"objective": {"name": "grpo", "epsilon": 0.03}, "kl": {"coefficient": 0.1, "ratio_weighted": True}},
-    "all rows": {"objective": {"name": "dapo", "epsilon": 0.03}, "update": {"dead_groups": "keep", "max_tokens": 24}},
-    "as TRL cuts": {"objective": {"name": "dapo", "epsilon": 0.03}, "update": "off"},
-}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "token ratio": {"objective": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05},
+    "sequence ratio": {"objective": "gspo", "epsilon": 0.01, "epsilon_high": 0.012},
+    "weight": {"objective": "cispo", "epsilon_high": 1.02},
+    "kl in the loss": {"objective": "grpo", "epsilon": 0.03, "kl": {"coefficient": 0.1, "ratio_weighted": True}},
+    "all rows": {"objective": "dapo", "epsilon": 0.03, "update": {"dead_groups": "keep", "max_tokens": 24}},
+    "as TRL cuts": {"objective": "dapo", "epsilon": 0.03, "update": "off"},
+}
 
 
-@pytest.mark.parametrize("kind", SURROGATES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
-    settings = {"update": {"max_tokens": 24}, **SURROGATES[kind]}
-    config = LabConfig(**arguments(tmp_path, num_iterations=2, learning_rate=1.0), **settings)
-    rollout = ToolRollout(range(20, 90), (1, 1, 5, 9, 14), end_id=0, truncated_share=0.3)
-    run = train(Recorded, config, tiny_folder, rollout=rollout, reward=[accuracy_reward])
+    settings = {"num_iterations": 2, "learning_rate": 1.0, "update": {"max_tokens": 24}, **KINDS[kind]}
+    config = LabConfig(**arguments(tmp_path, **settings))
+    config.script = ToolRollout(range(20, 90), (1, 1, 5, 9, 14), end_id=0, truncated_share=0.3)
+    run = train(Recorded, config, tiny_folder, rollout=config.script, reward=[accuracy_reward])
     seen = check_steps(run.trainer.steps, [row for row in run.history if "loss" in row], config)
     expected = {"cispo_clip_ratio"} if kind == "weight" else {"clip_ratio/low_mean", "clip_ratio/high_max"}
     assert expected | {"entropy", "groups/dead_share", "completions/mean_length_correct"} <= seen
