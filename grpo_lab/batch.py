@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 
@@ -82,18 +83,25 @@ class RewardTable:
     """Rewards of one generation batch, the same on every rank.
 
     Args:
-        values: float ``[N, F]``; NaN where a component could not score a completion.
+        values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the table is
+            small, and advantages are differences of nearly equal numbers, divided by small ones.
         names: F component names.
-        weights: float ``[F]``.
+        weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
+        penalties: how many of the last columns were computed here (KL) and are no rewards.
     """
 
     values: Tensor
     names: tuple[str, ...]
     weights: Tensor
     group_size: int
+    penalties: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("values", "weights"):
+            tensor: Tensor = getattr(self, name)
+            where = "cpu" if tensor.device.type == "mps" else tensor.device  # has no float64
+            object.__setattr__(self, name, tensor.to(where, torch.float64))
         n, f = self.values.shape
         if f != len(self.names) or f != self.weights.numel():
             raise ValueError(
@@ -105,6 +113,12 @@ class RewardTable:
 
     @property
     def total(self) -> Tensor:
-        """Weighted sum ``[N]``; NaN where *no* component could score the row."""
-        total = (self.values * self.weights.to(self.values.device)).nansum(dim=1)
+        """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
+
+        Rewards have the resolution of float32 (TRL gathers them so), hence the sum of them has, too: 0.1 + 0.2 and 0.3 are the
+        same reward, and a group of such is dead. Penalties are added in float64.
+        """
+        weighted = self.values * self.weights.to(self.values.device)
+        rewards = weighted.size(1) - self.penalties
+        total = weighted[:, :rewards].nansum(dim=1).float().double() + weighted[:, rewards:].nansum(dim=1)
         return total.masked_fill(self.values.isnan().all(dim=1), float("nan"))

@@ -24,5 +24,5 @@ class BatchZScore:
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
-        std = sample_std(rewards, dim=0)
-        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)).reshape(-1))
+        std = sample_std(grouped.reshape(-1), dim=0)
+        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)), rewards)

@@ -20,4 +20,4 @@ class GroupMax:
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         best = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-        return scorable(torch.where(grouped == best, grouped, torch.zeros_like(grouped)).reshape(-1))
+        return scorable(torch.where(grouped == best, grouped, torch.zeros_like(grouped)), rewards)

@@ -19,4 +19,4 @@ class GroupMean:
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
-        return scorable((grouped - group_average(grouped)).reshape(-1))
+        return scorable((grouped - group_average(grouped)), rewards)

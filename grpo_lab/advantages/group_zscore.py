@@ -24,4 +24,4 @@ class GroupZScore:
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         std = sample_std(grouped, dim=1, keepdim=True)
-        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)).reshape(-1))
+        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)), rewards)

@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 def by_group(rewards: Tensor, group_size: int) -> Tensor:
-    """``[N] -> [N/G, G]``, after checking the door."""
+    """``[N] -> [N/G, G]`` in float64, after checking the door.
+
+    Advantages are differences of nearly equal numbers, divided by a small spread: in float32 rewards of 1 that differ by a KL
+    penalty of 1e-4 keep three digits of it.
+    """
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
     if group_size < 1 or rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards are not whole groups of num_generations={group_size}")
     if rewards.isinf().any():
         raise ValueError("a reward is infinite; a reward function must return finite numbers, or None for unscorable")
-    return rewards.reshape(rewards.numel() // group_size, group_size)
+    return rewards.reshape(rewards.numel() // group_size, group_size).double()
 
 
 def group_average(grouped: Tensor) -> Tensor:
@@ -53,6 +57,6 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"`advantage.epsilon` is {epsilon}; it must be a finite number ≥ 0")
 
 
-def scorable(advantages: Tensor) -> Tensor:
-    """Unscorable rows (NaN) carry no signal: advantage 0."""
-    return advantages.nan_to_num(nan=0.0)
+def scorable(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """``[N]`` in the rewards' own type. Unscorable rows (NaN) carry no signal: advantage 0."""
+    return advantages.reshape(-1).nan_to_num(nan=0.0).to(rewards.dtype)

@@ -20,4 +20,4 @@ class LeaveOneOut:
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         count = (~grouped.isnan()).sum(dim=1, keepdim=True)
-        return scorable(((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1)).reshape(-1))
+        return scorable(((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1)), rewards)

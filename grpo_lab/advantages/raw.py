@@ -18,4 +18,4 @@ class Raw:
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
-        return scorable(by_group(rewards, group_size).reshape(-1))
+        return scorable(by_group(rewards, group_size), rewards)

@@ -26,6 +26,7 @@ from grpo_lab.curation.progress import progress_of
 from grpo_lab.curation.sample_file import PassRate as PassRate
 from grpo_lab.curation.sample_file import Written as Written
 from grpo_lab.curation.sample_file import opened, rate_of
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
@@ -41,7 +42,7 @@ def pass_rates(
     *,
     path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    success_at: float = 1.0,
+    success_at: float = CORRECT_FROM,
     batch_size: int = 32,
     keep_completions: bool = True,
     prompt_column: str = "prompt",

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_lab.evaluation.files import encodable, write_json_lines, write_parquet
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 Kind = Literal["greedy", "sampled"]
-
-CORRECT_FROM = 1.0
-"""A score at or above this is correct. Accuracy rewards give 1.0 or 0.0; partial credit is not a solved problem."""
 
 
 @dataclass(frozen=True)

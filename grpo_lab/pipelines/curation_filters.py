@@ -23,6 +23,7 @@ from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 SCORES = (
     "kind",
@@ -166,7 +167,11 @@ class Curation:
     def _lengths(self, sampler: ModelSampler, rate: PassRate) -> tuple[float | None, float | None]:
         """Mean tokens of all completions and of the right ones."""
         tokens = [sampler.tokens(completion) for completion in rate.completions or ()]
-        right = [count for count, score in zip(tokens, rate.scores, strict=True) if score is not None and score >= 1.0]
+        right = [
+            count
+            for count, score in zip(tokens, rate.scores, strict=True)
+            if score is not None and score >= CORRECT_FROM
+        ]
         return (fmean(tokens) if tokens else None), (fmean(right) if right else None)
 
     def _guesses(self, sampler: ModelSampler) -> None:

@@ -55,7 +55,7 @@ def describe(recipe: Recipe) -> dict[str, str]:
 
     recipe = parts.numbers_read(recipe)
     config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, _config(recipe))
-    algorithm = algorithm_from(config, config.lab_settings)
+    algorithm = algorithm_from(config, config.lab_settings).with_hooks(parts.trainer_class(recipe))
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     facts = {
         "model": recipe.model.name,

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 __all__ = ["KimiLengthReward", "kimi_length_reward"]
 
@@ -83,7 +84,7 @@ class KimiLengthReward(GroupReward):
         weight: float | Mapping[str, Any] | Schedule = 1.0,
         warmup_steps: int = 0,
         correctness: str | CompletionReward = "accuracy_reward",
-        correct_from: float = 1.0,
+        correct_from: float = CORRECT_FROM,
         truncated: Truncated = "as_is",
         num_generations: int | None = None,
     ) -> None:

@@ -6,7 +6,9 @@ trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_lab.advantages import AdvantageRule, advantage_rule
@@ -36,6 +38,21 @@ LOSS_TYPES: dict[str, str] = {
 }
 
 
+#: method that a subclass may override → which part of the algorithm it replaces or changes
+HOOKS: dict[str, str] = {
+    "_calculate_rewards": "rewards",
+    "compute_advantages": "advantage",
+    "_generate_and_score_completions": "generation",
+    "token_loss": "surrogate",
+    "_compute_loss": "loss",
+    "compute_loss": "loss",
+}
+#: classes of these packages are no team's
+LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins")
+#: how `loss_type` begins where TRL has no such loss; TRL refuses it by name, should it ever be asked for that loss
+NOT_TRLS = "grpo_lab:"
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """What the trainer runs.
@@ -53,9 +70,37 @@ class Algorithm:
     names: dict[str, str]
 
     def describe(self) -> str:
-        if self.objective is None:
-            return f"TRL's own loss ({self.left_to_trl})"
-        return ", ".join(f"{key}={value}" for key, value in self.names.items())
+        """The parts in force and the hooks over them, in one line."""
+        parts = ", ".join(f"{key}={value}" for key, value in self.names.items())
+        return parts if self.objective is not None else f"TRL's own loss ({self.left_to_trl}): {parts}"
+
+    def with_hooks(self, trainer: type) -> Algorithm:
+        """The same, with what a subclass puts over the parts by overriding a method."""
+        names = dict(self.names)
+        for hook, part in HOOKS.items():
+            home = next((c for c in trainer.__mro__ if hook in vars(c)), object)
+            if home.__module__.split(".")[0] not in LIBRARIES:
+                below = names.get(part)
+                names[part] = f"{home.__name__}.{hook}" + (f" over {below}" if below else "")
+        return replace(self, names=names)
+
+
+def trl_loss_type(chosen: ObjectiveSettings) -> str:
+    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
+
+    So whatever reads that field (saved arguments, trackers) reads what was trained. TRL reads it when it computes a loss of
+    its own, which does not happen with an objective of ours, and refuses names that it does not know.
+    """
+    name = chosen.name or "grpo"
+    row = preset(name)
+    own = [
+        f"+{part}={name_of(value)}"
+        for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
+        if value is not None and value != getattr(row, part)
+    ]
+    if not own and name in TRL_EQUIVALENT:
+        return TRL_EQUIVALENT[name][0]
+    return NOT_TRLS + name + "".join(own)
 
 
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
@@ -203,5 +248,12 @@ def _callable(chosen: Any, setting: str) -> Any:
 
 
 def name_of(part: Any) -> str:
-    """A readable name for a part: its function name, or its class."""
-    return str(getattr(part, "__name__", None) or type(part).__name__)
+    """A readable name for a part: its function name, or its class; of a lambda, where it stands."""
+    if isinstance(part, str):  # "module:attribute", as a function of that name
+        return part.rpartition(":")[2].rpartition(".")[2]
+    if isinstance(part, functools.partial):
+        return f"partial({name_of(part.func)})"
+    name = str(getattr(part, "__name__", None) or type(part).__name__)
+    if name == "<lambda>":
+        return f"lambda at {Path(part.__code__.co_filename).name}:{part.__code__.co_firstlineno}"
+    return name

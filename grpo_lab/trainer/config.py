@@ -9,7 +9,14 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_lab.objectives import MirrorDescent, preset
-from grpo_lab.trainer.algorithm import TRL_EQUIVALENT, TRL_SCALING, Algorithm, algorithm_from
+from grpo_lab.trainer.algorithm import (
+    NOT_TRLS,
+    TRL_EQUIVALENT,
+    TRL_SCALING,
+    Algorithm,
+    algorithm_from,
+    trl_loss_type,
+)
 from grpo_lab.trainer.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.rollout_seam import rollout_settings
 from grpo_lab.trainer.sampler_seam import check_sampler
@@ -36,6 +43,10 @@ NOT_HONOURED: tuple[str, ...] = (
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
+
+
+#: advantage rules that TRL does not have → its ``scale_rewards``, as far as that goes: no standard deviation divides
+UNSCALED: dict[str, str] = dict.fromkeys(("raw", "leave_one_out", "group_max"), "none")
 
 
 @dataclass
@@ -111,6 +122,11 @@ class LabConfig(GRPOConfig):
         if settings.objective is not None:
             refuse_contradictions(self, settings)
             agree_with_trl(self, settings)
+        elif self.loss_type.startswith(NOT_TRLS):
+            raise ValueError(
+                f"`loss_type`={self.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
+                "`objective` as in that run, or a `loss_type` of TRL's"
+            )
         if settings.kl is not None:
             self._agree_on_beta(settings)
         check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
@@ -163,11 +179,18 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
             )
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
-    _same(args, "loss_type", loss_type, "objective", chosen.name)
+    if args.loss_type != trl_loss_type(chosen):  # else it was written by ``agree_with_trl``
+        _same(args, "loss_type", loss_type, "objective", chosen.name)
     _same(args, "importance_sampling_level", chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio)
     rule = settings.advantage.name if settings.advantage and settings.advantage.name else chosen.advantage
     rule = row.advantage if rule is None else rule
-    _same(args, "scale_rewards", TRL_SCALING.get(rule) if isinstance(rule, str) else None, "advantage", rule)
+    _same(
+        args,
+        "scale_rewards",
+        TRL_SCALING.get(rule, UNSCALED.get(rule)) if isinstance(rule, str) else None,
+        "advantage",
+        rule,
+    )
     for name in ("epsilon", "epsilon_high", "delta"):
         ours = getattr(chosen, name)
         if ours is not None:
@@ -198,12 +221,11 @@ def agree_with_trl(args: Any, settings: LabSettings) -> None:
     chosen = settings.objective
     assert chosen is not None
     row = preset(chosen.name or "grpo")
-    if chosen.name in TRL_EQUIVALENT:
-        args.loss_type = TRL_EQUIVALENT[chosen.name][0]
+    args.loss_type = trl_loss_type(chosen)
     args.importance_sampling_level = chosen.ratio or row.ratio
     rule = (settings.advantage and settings.advantage.name) or chosen.advantage or row.advantage
-    if isinstance(rule, str) and rule in TRL_SCALING:
-        args.scale_rewards = TRL_SCALING[rule]
+    if isinstance(rule, str) and rule in {**TRL_SCALING, **UNSCALED}:
+        args.scale_rewards = {**TRL_SCALING, **UNSCALED}[rule]
     for name in ("epsilon", "epsilon_high", "delta"):
         if getattr(chosen, name) is not None:
             setattr(args, name, getattr(chosen, name))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
-from grpo_lab.trainer.metrics import LeftOut, unrecorded
+from grpo_lab.trainer.metrics import LeftOut
 from grpo_lab.trainer.micro_batch import token_batch, token_denominator
 from grpo_lab.trainer.model_conditions import (
     RandomnessWatch,
@@ -29,6 +28,7 @@ from grpo_lab.trainer.model_conditions import (
     router_noise,
 )
 from grpo_lab.trainer.old_policy import Kept, OldPolicy, with_unmoved
+from grpo_lab.trainer.part_questions import answers, has_team_parts, is_local
 from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import (
@@ -62,28 +62,19 @@ def verdict(trainer: LabTrainer) -> Verdict:
     if objective is None:
         reason = f"the loss is left to TRL ({trainer.algorithm.left_to_trl})"
         return Verdict(reason, reason)
-    if not is_sum_over_rows(objective) and not _is_local(objective):
-        reason = (
-            "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches; "
-            "`objective.aggregation` chooses another"
-        )
-        return Verdict(reason, reason)
-    conditions = _conditions(trainer)
+    asked = answers(trainer, objective)
+    if asked.stock is not None:
+        return Verdict(asked.stock, asked.stock)
+    conditions = _conditions(trainer, asked.vanishes)
     stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
     if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
         return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
     return Verdict(stock, all_rows)
 
 
-def _is_local(objective: Any) -> bool:
-    return getattr(objective.aggregate, "__name__", "") == "local_token_mean"
-
-
-def _conditions(trainer: LabTrainer) -> LiveConditions:
+def _conditions(trainer: LabTrainer, vanishes: bool) -> LiveConditions:
     objective, args, model = trainer.algorithm.objective, trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     assert objective is not None
-    with unrecorded(trainer):
-        vanishes = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
     return LiveConditions(
         kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
         value_loss=0.0,
@@ -100,7 +91,7 @@ def _conditions(trainer: LabTrainer) -> LiveConditions:
         batch_dependent_layers=mixes_rows(model, trainer.accelerator.mixed_precision),
         shift_invariant_positions=keeps_positions(model),
         state_reads_padding=padding_reaches_state(model),
-        local_denominator=_is_local(objective),
+        local_denominator=is_local(objective),
         off_policy_mask_per_row=True,
         multimodal=may_bring_images(trainer),
     )
@@ -113,6 +104,7 @@ class ExactUpdate:
         self.trainer = trainer
         self._window: list[dict[str, Any]] = []
         self.record = UpdateRecord(trainer)
+        self._begins = True  # the next micro-batch is the first of an optimizer step
         self._verdict: Verdict | None = None
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self._old = OldPolicy(self)
@@ -130,8 +122,8 @@ class ExactUpdate:
 
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
-        own_loss_now = self.trainer.has_own_token_loss and not self._window  # a team's loss may change with the step
-        if self._verdict is None or own_loss_now:
+        first, self._begins = self._begins, bool(self.trainer.accelerator.sync_gradients)
+        if self._verdict is None or (first and has_team_parts(self.trainer)):  # a team's part may change with the step
             self._verdict = verdict(self.trainer)
         if self._verdict.stock is not None:
             self.record.as_trl(inputs, self._verdict, self.trainer.lab_settings.update.max_tokens)
@@ -275,6 +267,7 @@ class ExactUpdate:
                 rows=per_slot(skipped if as_trl else skipped & (scored > 0)),
                 rows_with_tokens=per_slot(skipped & (scored > 0)),
                 without_tokens=(per_slot(scored) == 0) & as_trl,
+                one_token_wide=as_trl and table.loss_mask.size(1) == 1,
             ),
         )
 

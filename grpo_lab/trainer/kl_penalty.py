@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.log_probs import GenerationForwards, log_probs_in_bins
+from grpo_lab.trainer.micro_batch import loss_mask
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
+
+
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def check_kl_in_reward(trainer: LabTrainer) -> None:
@@ -30,12 +35,50 @@ def check_kl_in_reward(trainer: LabTrainer) -> None:
     )
 
 
-def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, kl: Any, mask: Tensor) -> RewardTable:
-    """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here."""
+def whole_completions(trainer: LabTrainer) -> contextlib.AbstractContextManager[Any]:
+    """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled.
+
+    ``mask_truncated_completions`` keeps cut completions out of the loss, and TRL masks their tokens before it asks for
+    log-probs. In the reward they stay: they are in their group's baseline, so they pay for their KL like everybody else in it
+    (else a group's baseline would be the higher, the more of it is cut). ``mask_cut`` masks them afterwards.
+    """
+    return trl_bridge.replaced(trainer, "mask_truncated_completions", False) if _masks_later(trainer) else NOTHING
+
+
+def mask_cut(trainer: LabTrainer, output: dict[str, Any], cut: Tensor) -> dict[str, Tensor]:
+    """What TRL would have masked in ``output``, and its token count; returns the masks of all that was sampled.
+
+    Args:
+        cut: bool ``[B]``, this rank's completions that the length limit ended.
+    """
+    sampled: dict[str, Tensor] = {n: output[n] for n in ("completion_mask", "tool_mask") if n in output}
+    if _masks_later(trainer):
+        kept = (~cut).unsqueeze(1)
+        output.update({name: mask * kept.to(mask) for name, mask in sampled.items()})
+        output["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(output).sum()).sum()
+    return sampled
+
+
+def _masks_later(trainer: LabTrainer) -> bool:
+    objective = trainer.algorithm.objective
+    return bool(
+        trainer.args.mask_truncated_completions and objective is not None and objective.kl_in_reward is not None
+    )
+
+
+def penalised(
+    trainer: LabTrainer, output: dict[str, Any], table: RewardTable, kl: Any, sampled: dict[str, Tensor]
+) -> RewardTable:
+    """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here.
+
+    Args:
+        sampled: the masks of all that was sampled (``mask_cut``); ``output`` may hide cut completions from the loss.
+    """
     old = output.get("old_per_token_logps")
     if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
-        old = _log_probs_at_generation(trainer, output)
-    penalty = trainer.accelerator.gather(kl.in_reward(old, output["ref_per_token_logps"], mask))
+        old = _log_probs_at_generation(trainer, {**output, **sampled})
+    of_each = kl.in_reward(old.double(), output["ref_per_token_logps"].double(), loss_mask({**output, **sampled}))
+    penalty = trainer.accelerator.gather(of_each)
     book = trainer.metric_book(trainer._mode())
     book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
     column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
@@ -43,8 +86,9 @@ def penalised(trainer: LabTrainer, output: dict[str, Any], table: RewardTable, k
     return RewardTable(
         torch.cat([table.values, column], dim=1),
         (*table.names, "kl"),
-        torch.cat([table.weights, torch.ones(1)]),
+        torch.cat([table.weights, torch.ones_like(table.weights[:1])]),
         table.group_size,
+        penalties=table.penalties + 1,
     )
 
 

@@ -23,11 +23,12 @@ from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
 from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.interrupt import KeptOnInterrupt
-from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
+from grpo_lab.trainer.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.model_card import in_our_words
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
@@ -40,6 +41,7 @@ from grpo_lab.trainer.reward_table import (
     fill_group_rewards,
     gathered_rows,
     seam_for,
+    tokens_made,
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
@@ -97,10 +99,11 @@ class LabTrainer(GRPOTrainer):
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
-        self.algorithm = algorithm_from(args, self.lab_settings)
+        self.algorithm = algorithm_from(args, self.lab_settings).with_hooks(type(self))
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
         self._scored: Scored | None = None
+        self._made: list[int] | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
@@ -201,6 +204,11 @@ class LabTrainer(GRPOTrainer):
             self._sync_proof.prove(prompt_ids)
         return generated
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        generated = super()._generate(prompts)
+        self._made = tokens_made(generated)  # TRL's next step may mask them; read and dropped with the rewards
+        return generated
+
     # -- rewards and advantages --------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -210,8 +218,8 @@ class LabTrainer(GRPOTrainer):
         check_finite(values, names)
         end_ids = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         cut = truncated_rows(completion_ids_list, end_ids)
-        known = zip(completion_ids_list, cut, row_numbers(inputs), strict=True)
-        local = torch.tensor([[len(ids), flag, row] for ids, flag, row in known], device=values.device)
+        made, self._made = self._made or [len(ids) for ids in completion_ids_list], None
+        local = torch.tensor(list(zip(made, cut, row_numbers(inputs), strict=True)), device=values.device)
         lengths, truncated, numbers = self.accelerator.gather(local).unbind(1)
         if any(scope_of(reward) == "group" for reward in self.reward_funcs):
             rows = gathered_rows(inputs, prompts, completions, completion_ids_list, cut)
@@ -234,12 +242,13 @@ class LabTrainer(GRPOTrainer):
         if self._optimizer_reset is not None and self.model.training:
             self._optimizer_reset.before_generation()
         forwards = GenerationForwards.of(self)
-        with forwards.instead_of_trls(self) as put_off:
+        with forwards.instead_of_trls(self) as put_off, whole_completions(self):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
             output.setdefault("tool_mask", output["completion_mask"])
         scored, self._scored = self._scored, None
         assert scored is not None
+        sampled = mask_cut(self, output, scored.truncated[self._local(output)])
         mode = self._mode()
         if forwards.corrected:
             output["length_quartile"] = length_quartiles(scored.lengths)[self._local(output)]
@@ -251,24 +260,24 @@ class LabTrainer(GRPOTrainer):
             record_by_length(self, output, loss_mask(output), mode)
         if self.lab_settings.update.dead_groups == "resample":
             output[DEAD_GROUP] = dead_rows(scored.table).to(output["prompt_ids"].device)[self._local(output)]
-        self._set_advantages(output, scored.table)
+        self._set_advantages(output, scored.table, sampled)
         forwards.mark(output)
         self._record_rewards(scored, mode)
         return output
 
-    def _set_advantages(self, output: dict[str, Any], table: RewardTable) -> None:
+    def _set_advantages(self, output: dict[str, Any], table: RewardTable, sampled: dict[str, Tensor]) -> None:
         kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
         if kl is None and not self.has_own_advantages:
             return  # TRL's own stay
         if kl is not None:
-            table = penalised(self, output, table, kl, loss_mask(output))
+            table = penalised(self, output, table, kl, sampled)
         advantages = self.compute_advantages(table)
         if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
             raise ValueError(
                 f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) "
                 f"for {table.values.size(0)} rewards; it must return one finite number per row (`advantage`)"
             )
-        output["advantages"] = advantages[self._local(output)].to(output["advantages"].device)
+        output["advantages"] = advantages[self._local(output)].to(output["advantages"])
         trl_bridge.replace_logged_advantages(self, advantages)
 
     def _record_rewards(self, scored: Scored, mode: str) -> None:
@@ -333,6 +342,10 @@ class LabTrainer(GRPOTrainer):
         if (key or message) not in said and self.accelerator.is_main_process:
             said.add(key or message)
             logger.log(level, message)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        with in_our_words(self):
+            super().create_model_card(*args, **kwargs)
 
     @property
     def has_own_advantages(self) -> bool:

@@ -18,6 +18,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exact_update import verdict
 from grpo_lab.trainer.model_conditions import position_limit
 from grpo_lab.trainer.old_policy import AS_GENERATED, OLD
+from grpo_lab.trainer.part_questions import has_team_parts
 from grpo_lab.trainer.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
@@ -50,7 +51,10 @@ class GenerationForwards:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = verdict(trainer)
         in_bins = found.stock is None
-        put_off = in_bins and wanted and _stays_ours(trainer)
+        switches = misaligned and has_team_parts(
+            trainer
+        )  # a team's part may act a step later on rows that are left out now
+        put_off = in_bins and wanted and not switches and _stays_ours(trainer)
         return GenerationForwards(misaligned, corrected, in_bins, put_off)
 
     def instead_of_trls(self, trainer: LabTrainer) -> contextlib.AbstractContextManager[list[str]]:

@@ -4,17 +4,20 @@ Before the first step the trainer sends a toy batch through the very path that t
 aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
 denominator or an option that stopped having an effect shows here, not after a day.
 
-The same toy batch answers two questions about parts that a team brings: does the loss vanish where the advantage is 0
-(else no row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)?
+The same toy batches answer two questions that the exact update asks: does the loss vanish where the advantage is 0 (else no
+row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)? ``part_questions`` asks the
+parts of a team more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import (
@@ -60,6 +63,26 @@ def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75,
     )
 
 
+def wide_toy_batch(
+    objective: Objective, advantages: tuple[float, ...] = (2.0, -1.0, 0.3, -0.2, 1e-3, -3.0)
+) -> TokenBatch:
+    """Six rows of one to seven tokens in float64, with log-probs from -20 to 0 and token ratios from e^-6 to e^6."""
+    place = torch.arange(42, dtype=torch.float64).view(6, 7)
+    mask = torch.arange(7) < torch.tensor([7, 5, 1, 3, 7, 2]).unsqueeze(1)
+    logps = (-10 + 10 * torch.sin(1 + place)).masked_fill(~mask, 0.0).requires_grad_(True)
+    step = (6 * torch.sin(2 + 3 * place)).masked_fill(~mask, 0.0)
+    old = (logps - step).detach()
+    return TokenBatch(
+        logps=logps,
+        old_logps=old,
+        log_ratio=log_ratio(objective.ratio, logps, old, mask),
+        advantages=torch.tensor(advantages, dtype=torch.float64).unsqueeze(1),
+        mask=mask,
+        ref_logps=(logps + torch.cos(5 * place).masked_fill(~mask, 0.0)).detach(),
+        entropies=(2 + 2 * torch.cos(place)).masked_fill(~mask, 0.0),
+    )
+
+
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
     """Compare the loss in force with the written-out formula. Returns a sentence for the log.
 
@@ -97,22 +120,63 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient."""
-    batch = toy_batch(objective, advantages=(0.0,) * 4)
-    loss = token_loss(batch)
+    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient, also beside rows that have one."""
+    return all(
+        _silent(token_loss, batch)
+        for batch in (
+            toy_batch(objective, (0.0,) * 4),
+            toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
+            wide_toy_batch(objective, (0.0,) * 6),
+            wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
+        )
+    )
+
+
+def _silent(token_loss: TokenLoss, batch: TokenBatch) -> bool:
+    loss, silent = token_loss(batch), (batch.advantages == 0).all(1)
+    if not bool((loss[silent] == 0).all()):
+        return False
     if not loss.requires_grad:
-        return bool((loss == 0).all())
+        return True
     (gradient,) = torch.autograd.grad(loss.sum(), batch.logps)
-    return bool((loss == 0).all() and (gradient == 0).all())
+    return bool((gradient[silent] == 0).all())
 
 
-def is_sum_over_rows(objective: Objective) -> bool:
-    """Whether aggregating all rows equals the sum of aggregating each row, denominators fixed."""
-    batch = toy_batch(objective)
-    loss = batch.logps.detach().square()
-    together = objective.aggregate(loss, batch.mask, _DENOMINATORS)
-    apart = sum(objective.aggregate(loss[i : i + 1], batch.mask[i : i + 1], _DENOMINATORS) for i in range(loss.size(0)))
-    return math.isclose(float(together), float(apart), rel_tol=1e-12)
+def is_sum_over_rows(objective: Objective, several_generations: bool = False) -> bool:
+    """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed.
+
+    So that bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
+
+    Args:
+        several_generations: an optimizer step may hold rows of several generation batches; the token count is then one
+            number a row, ``[B, 1]``.
+    """
+    for batch in (toy_batch(objective), wide_toy_batch(objective)):
+        mask, size = batch.mask, batch.mask.size(0)
+        for loss in (batch.logps.detach().square(), torch.sin(7 * batch.old_logps) * 3):
+            loss = loss.masked_fill(~mask, 0.0)
+            together = float(objective.aggregate(loss, mask, _DENOMINATORS))
+            tokens = torch.full((size, 1), float(_DENOMINATORS.tokens), dtype=loss.dtype)
+            lengths = mask.sum(1).tolist()
+            ways = [
+                [
+                    objective.aggregate(loss[i : i + 1, :n], mask[i : i + 1, :n], _DENOMINATORS)
+                    for i, n in enumerate(lengths)
+                ],
+                [objective.aggregate(pad(loss.flip(0), (0, 3)), pad(mask.flip(0), (0, 3)), _DENOMINATORS)],
+                [
+                    objective.aggregate(loss, mask, _DENOMINATORS),
+                    objective.aggregate(torch.zeros_like(loss[:1, :1]), torch.zeros_like(mask[:1, :1]), _DENOMINATORS),
+                ],
+            ]
+            if several_generations:
+                ways.append([objective.aggregate(loss, mask, replace(_DENOMINATORS, tokens=tokens))])
+            for apart in ways:
+                if any(part.numel() != 1 for part in apart):
+                    return False
+                if not math.isclose(together, float(sum(apart)), rel_tol=1e-9, abs_tol=1e-9):
+                    return False
+    return True
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lab.verifiers.correct import CORRECT_FROM
+
 #: count of a micro-batch without loss tokens: its mean is 0 and it takes part in a mean of means
 NOTHING = 1e-9
 
@@ -39,12 +41,14 @@ class LeftOut:
         rows: how many rows a mean over rows counts (TRL's definition: also those without loss tokens).
         rows_with_tokens: those of them that have loss tokens.
         without_tokens: bool, the whole micro-batch has no loss token.
+        one_token_wide: TRL's definition is in force and its micro-batches are one token wide: it counts rows for tokens.
     """
 
     tokens: Tensor
     rows: Tensor
     rows_with_tokens: Tensor
     without_tokens: Tensor
+    one_token_wide: bool = False
 
 
 class MetricBook:
@@ -142,6 +146,9 @@ def add_token_metric(
         slots: long ``[B]``, the micro-batch that TRL had each row in (mean of means); ``None``: all in one.
         num_slots: K.
 
+    Where T is 1 both readings are the same number: a row has one loss token or none. Only TRL's own definition counts a row
+    without loss tokens there (it takes any ``[B, 1]`` for one value a row), and so do we where that is in force.
+
     TRL's extremes over rows (``clip_ratio/low_min``, ``clip_ratio/high_max``) follow their mean.
     """
     stock = book.mean_of_means and slots is None  # a micro-batch as TRL cut it, measured as TRL does
@@ -185,13 +192,13 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
 
     Args:
         dead: bool ``[groups]``, all rewards of the group equal.
-        lengths: tokens ``[N]``.
+        lengths: tokens that the policy made ``[N]`` (no tool output), as TRL's ``completions/mean_length`` counts them.
         truncated: bool ``[N]``, ended by the length limit.
-        correct: ``[N]`` 1/0/NaN from the correctness reward, where the run has one.
+        correct: ``[N]`` scores of the correctness reward, where the run has one; correct from ``CORRECT_FROM`` on, NaN unscorable.
     """
     book.add_alike("groups/dead_share", dead.sum(), dead.numel())
     book.add_alike("completions/truncated_share", truncated.sum(), truncated.numel())
     if correct is not None:
-        for name, chosen in (("correct", correct > 0.5), ("incorrect", correct <= 0.5)):
+        for name, chosen in (("correct", correct >= CORRECT_FROM), ("incorrect", correct < CORRECT_FROM)):
             book.add_alike(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
         book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())

@@ -88,16 +88,18 @@ class Kept:
         if rows:
             self._parts.append((rows, logps.detach()))
 
-    def local(self, trainer: LabTrainer, table: RowTable, count: int) -> Tensor:
-        """``[count, T]``: this rank's rows, 0 where no bin held one. A collective."""
+    def local(self, trainer: LabTrainer, table: RowTable, count: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows ``[count, T]``, 0 where no bin held one, and bool ``[count, 1]``, where one did. A collective."""
         dtype = self._parts[0][1].dtype if self._parts and trainer.accelerator.num_processes == 1 else torch.float32
         found = torch.zeros(table.fields["completion_ids"].shape, dtype=dtype, device=table.offset.device)
+        made = torch.zeros(found.size(0), 1, device=found.device)
         for rows, logps in self._parts:
             found[rows, : logps.size(1)] = logps.to(dtype)
-        if trainer.accelerator.num_processes > 1:
-            found = trainer.accelerator.reduce(found, reduction="sum")  # each row is in one bin of one rank
+            made[rows] = 1
+        if trainer.accelerator.num_processes > 1:  # each row is in one bin of one rank
+            found, made = (trainer.accelerator.reduce(values, reduction="sum") for values in (found, made))
         first = trainer.accelerator.process_index * count
-        return found[first : first + count]
+        return found[first : first + count], made[first : first + count] > 0
 
 
 class OldPolicy:
@@ -165,10 +167,10 @@ class OldPolicy:
         buffer = self._buffer
         batches = batches or [buffer[p] for p in places]
         sizes = [batch["completion_ids"].size(0) for batch in batches]
-        local = found.local(self._trainer, table, sum(sizes))
-        for place, logps, batch in zip(wanted, local.split(sizes), batches, strict=True):
+        local, made = found.local(self._trainer, table, sum(sizes))
+        for place, logps, rows, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
             if place is not None:
-                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)])
+                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], rows)
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:
@@ -195,8 +197,9 @@ def trl_log_probs(trainer: LabTrainer, batch: dict[str, Any]) -> Tensor:
     return found
 
 
-def _fill(batch: dict[str, Any], logps: Tensor) -> None:
-    unmoved = unmoved_rows(batch).unsqueeze(1)
+def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
+    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has any."""
+    unmoved = unmoved_rows(batch).unsqueeze(1) & made
     batch[OLD] = torch.where(unmoved, logps, batch[OLD]) if OLD in batch else logps.clone()
     batch.pop(AS_GENERATED, None)
 

@@ -22,7 +22,7 @@ class Scored:
 
     Args:
         table: rewards of all ranks.
-        lengths: completion lengths in tokens ``[N]``, all ranks.
+        lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them), all ranks.
         truncated: bool ``[N]``: ended by the length limit, not by an end token.
         rows: ``[N]`` row of the data set, −1 where it is not known (``sampler_seam``).
     """
@@ -164,6 +164,12 @@ def gathered_rows(
         for row, prompt, completion, row_ids, cut in zip(inputs, prompts, completions, ids, truncated, strict=True)
     ]
     return list(gather_object(rows))
+
+
+def tokens_made(generated: Any) -> list[int]:
+    """How many tokens of each completion the policy itself made, from what TRL's ``_generate`` returns."""
+    completion_ids, tool_mask = generated[1], generated[2]
+    return [len(ids) for ids in completion_ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
 
 
 def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[bool]:

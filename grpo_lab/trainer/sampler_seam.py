@@ -30,13 +30,13 @@ from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSample
 from grpo_lab.trainer.metrics import MetricBook
 from grpo_lab.trainer.reward_table import correctness_column
 from grpo_lab.trainer.settings import as_settings
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
 
 ROW_COLUMN = "grpo_lab_row"
 STATE_FILE = "grpo_lab_sampler.json"
-CORRECT_FROM = 1.0
 
 #: sampler → the settings that it reads, with their defaults (None: has to be given)
 KNOBS: dict[str, dict[str, Any]] = {

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import Objective
+from grpo_lab.trainer.loss_proof import toy_batch
 from grpo_lab.trainer.metrics import EXTREMES, NOTHING, LeftOut, MetricBook, add_extreme_metric, add_token_metric
 from grpo_lab.trainer.sampling_correction import add_by_length
 
@@ -59,16 +61,29 @@ def _record_sampler(
 
 
 def record_skipped(trainer: LabTrainer, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
-    """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there."""
+    """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
+
+    ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token cannot
+    be read off a bin that is one token wide (a dummy, completions of one token): ``per_row`` asks the objective.
+    """
     objective = trainer.algorithm.objective
     assert objective is not None
+    rows = per_row(objective)
     nothing = left_out.without_tokens * NOTHING
     for name, value in objective.diagnostics(batch).items():
-        per_row = value.size(1) == 1
-        book.add(name, torch.zeros_like(left_out.tokens), left_out.rows if per_row else left_out.tokens + nothing)
+        of_rows = left_out.one_token_wide or (rows.get(name, False) if batch.mask.size(1) == 1 else value.size(1) == 1)
+        book.add(name, torch.zeros_like(left_out.tokens), left_out.rows if of_rows else left_out.tokens + nothing)
         if name in EXTREMES:
             extreme, how = EXTREMES[name]
-            seen = left_out.rows if per_row else left_out.rows_with_tokens
+            seen = left_out.rows if of_rows else left_out.rows_with_tokens
             book.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
     for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):
         book.add(name, torch.zeros_like(nothing), nothing)
+
+
+def per_row(objective: Objective) -> dict[str, bool]:
+    """For each diagnostic of the objective: is it one value a row (as with a sequence ratio), and not one a token?
+
+    Asked on a toy batch of several tokens, where the two look different.
+    """
+    return {name: value.size(1) == 1 for name, value in objective.diagnostics(toy_batch(objective)).items()}

@@ -30,6 +30,7 @@ if not _found.startswith(SUPPORTED_TRL):
 #: Methods of ``trl.GRPOTrainer`` that we override or call, with their parameters as of 1.16.
 METHODS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate": ("self", "prompts"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -68,11 +69,14 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_get_output_dir": ("self", "trial"),
     "log": ("self", "logs", "start_time"),
+    "create_model_card": ("self", "model_name", "dataset_name", "tags"),
 }
 
 #: Attributes that exist on a constructed ``trl.GRPOTrainer``.
 ATTRIBUTES: tuple[str, ...] = (
     "_metrics",
+    "_name",
+    "_paper",
     "_logs",
     "_step",
     "_buffered_inputs",
@@ -83,6 +87,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "num_generations_eval",
     "num_iterations",
     "max_completion_length",
+    "mask_truncated_completions",
     "aux_loss_enabled",
     "router_aux_loss_coef",
     "eos_token_ids",

@@ -1,0 +1,62 @@
+"""The README that TRL writes beside a model, saying what was trained.
+
+TRL's card names the trainer's family ("trained with GRPO") with the paper of 2024, and the base model only where it is a name
+on the hub. Here the algorithm in force, its source and the rewards stand there, and a local model is called that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_lab.objectives import PRESETS
+from grpo_lab.trainer import trl_bridge
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+#: what TRL's template makes of a base model and a hub name that it does not have
+NO_BASE = "[None](https://huggingface.co/None)"
+NO_HUB_NAME = 'model="None"'
+
+
+@contextlib.contextmanager
+def in_our_words(trainer: LabTrainer) -> Iterator[None]:
+    """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is completed."""
+    method = f"grpo_lab ({trainer.algorithm.describe()})"
+    with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
+        yield
+    card = Path(trainer.args.output_dir) / "README.md"
+    if trainer.is_world_process_zero() and card.is_file():
+        text = card.read_text(encoding="utf-8")
+        text = text.replace(NO_BASE, _base(trainer)).replace(NO_HUB_NAME, f'model="{trainer.args.output_dir}"')
+        card.write_text(
+            text.replace("### Framework versions", f"{_facts(trainer)}\n\n### Framework versions"), encoding="utf-8"
+        )
+
+
+def _base(trainer: LabTrainer) -> str:
+    path = str(getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", "") or "")
+    return f"the local model `{path}`" if path else "a model that was built from its configuration"
+
+
+def _facts(trainer: LabTrainer) -> str:
+    names = trainer.algorithm.names
+    rows = [*names.items()]
+    preset = PRESETS.get(names.get("objective", ""))
+    if preset is not None:
+        rows.append(("source of the objective", preset.source))
+    if trainer.algorithm.left_to_trl is not None:
+        rows.append(("why the loss is TRL's", trainer.algorithm.left_to_trl))
+    weights = trainer.reward_weights.tolist()
+    rewards = zip(trainer.reward_func_names, weights, strict=True)
+    rows.append(("rewards", ", ".join(f"{name} × {weight:g}" for name, weight in rewards)))
+    rows.append(("trainer class", type(trainer).__name__))
+    return "\n".join(
+        ["### What was trained", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
+    )
+
+
+__all__ = ["in_our_words"]
