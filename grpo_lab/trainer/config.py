@@ -37,6 +37,18 @@ NOT_HONOURED: tuple[str, ...] = (
     "vespo_lambda_neg",
 )
 
+#: what ``LabConfig`` adds to TRL's fields
+OUR_FIELDS: tuple[str, ...] = (
+    "objective",
+    "advantage",
+    "kl",
+    "rollout",
+    "reward_schedules",
+    "reset_optimizer",
+    "sampler",
+    "update",
+)
+
 
 @dataclass
 class LabConfig(GRPOConfig):
@@ -216,7 +228,10 @@ def _default(args: Any, name: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if callable(value) and not isinstance(value, type(None)):
-        kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
-        return f"{kind.__module__}:{kind.__qualname__}"
-    return value
+    return named_by(value) if callable(value) else value
+
+
+def named_by(part: Any) -> str:
+    """``"module:attribute"`` of a function or class, of the class for an instance."""
+    kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
+    return f"{kind.__module__}:{kind.__qualname__}"

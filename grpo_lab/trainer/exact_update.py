@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer.loss_proof import is_sum_over_rows, vanishes_without_advantage
 from grpo_lab.trainer.metrics import LeftOut, unrecorded
-from grpo_lab.trainer.micro_batch import token_batch, token_denominator
+from grpo_lab.trainer.micro_batch import generation_budget, token_batch, token_denominator
 from grpo_lab.trainer.model_conditions import (
     RandomnessWatch,
     dropout_rate,
@@ -116,6 +116,10 @@ class ExactUpdate:
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self.saw_randomness = False
 
+    def forget(self) -> None:
+        """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
+        self._window, self._verdict = [], None
+
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
         own_loss_now = self.trainer.has_own_token_loss and not self._window  # a team's loss may change with the step
@@ -153,7 +157,7 @@ class ExactUpdate:
         denominators = Denominators(
             rows=float(local_rows),
             tokens=self._tokens(window),
-            budget=float(trainer.max_completion_length),
+            budget=generation_budget(trainer),
             micro_batches=len(window),
         )
         bins = plan.bins[trainer.accelerator.process_index]

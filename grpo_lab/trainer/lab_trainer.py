@@ -1,7 +1,7 @@
 """``LabTrainer``: TRL's GRPOTrainer with seams for advantages, objective and update.
 
-One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), become advantages
-(``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
+One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), what the outermost of these
+methods returns becomes advantages (``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
 ``_compute_loss``). Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
@@ -19,9 +19,11 @@ from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
-from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
+from grpo_lab.trainer.door import check_budget, check_hooks, check_inputs, check_prompt_lengths, check_requires, completion_limit
 from grpo_lab.trainer.exact_update import ExactUpdate
+from grpo_lab.trainer.environment_rewards import with_environment_rewards, without_environment_rewards
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
@@ -37,14 +39,18 @@ from grpo_lab.trainer.reward_table import (
     dead_groups,
     fill_group_rewards,
     gathered_rows,
+    nan_counts,
     seam_for,
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
-from grpo_lab.trainer.sampler_seam import SamplerSeam, row_numbers, sampler_settings, with_row_numbers
+from grpo_lab.trainer.sampler_seam import SamplerSeam, sampler_settings, with_row_numbers
 from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
+from grpo_lab.trainer.saved_arguments import picklable
+from grpo_lab.trainer.scoring import scored_by
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.thinking_seam import thinking_rollout
+from grpo_lab.trainer.trl_advantages import trl_advantages
 from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
 logger = logging.getLogger("grpo_lab")
@@ -90,15 +96,18 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
+        reward_funcs, environment_factory = with_environment_rewards(type(self), reward_funcs, environment_factory)
         reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
+        reward_funcs = without_environment_rewards(reward_funcs)
         check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
         self.algorithm = algorithm_from(args, self.lab_settings)
+        check_hooks(type(self), self.algorithm, LabTrainer)
+        check_budget(self.algorithm.objective, args.max_completion_length)
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
-        self._scored: Scored | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
@@ -120,6 +129,7 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        check_requires(self)
         self.rollout_func = thinking_rollout(self, rollout, environment_factory)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
@@ -130,7 +140,8 @@ class LabTrainer(GRPOTrainer):
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
         self._sampling = SamplerSeam(self, sampling)
         self._generation_buffer = GenerationBuffer(self)
-        self.add_callback(self._generation_buffer)
+        self.callback_handler.callbacks.insert(0, self._generation_buffer)  # others may write a checkpoint
+        self._step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(self)
         check_kl_in_reward(self)
         self._prove()
 
@@ -144,14 +155,23 @@ class LabTrainer(GRPOTrainer):
     def compute_advantages(self, table: RewardTable) -> Tensor:
         """Advantages ``[N]`` of a generation batch from its rewards over all ranks (the same on every rank).
 
-        Called only when an advantage rule of ours is in force or this hook is overridden.
+        Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the answer is
+        TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table.
         """
-        assert self.algorithm.advantage is not None
+        if self.algorithm.advantage is None:
+            return trl_advantages(table, self.scale_rewards, self.multi_objective_aggregation)
         return self.algorithm.advantage(table.total, table.group_size)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False."""
-        assert self.algorithm.objective is not None
+        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
+
+        Raises:
+            ValueError: the loss is left to TRL, which has none per token to hand out.
+        """
+        if self.algorithm.objective is None:
+            raise ValueError(
+                f"`token_loss` was called, but the loss is left to TRL ({self.algorithm.left_to_trl}): set `objective`"
+            )
         return self.algorithm.objective.token_loss(batch)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
@@ -161,13 +181,21 @@ class LabTrainer(GRPOTrainer):
         return super()._get_train_sampler(dataset) if ours is None else ours
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._step_end_checkpoint.takes_over():
+            return
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         self._sampling.save(folder)
         self._generation_buffer.save(folder)
-        super()._save_checkpoint(model, trial)
+        with trl_bridge.replaced(self, "args", picklable(self.args)):
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
+            super()._save(output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with trl_bridge.plain_cpu(self.args):
+            super()._load_optimizer_and_scheduler(checkpoint)
         self._sampling.load(checkpoint)
         self._generation_buffer.load(checkpoint)
 
@@ -175,7 +203,7 @@ class LabTrainer(GRPOTrainer):
         ids, images, fields = super()._tokenize_prompts(prompts)
         limit = self.args.vllm_max_model_length if self.use_vllm else None
         config = self.accelerator.unwrap_model(self.model).config
-        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
+        risk = check_prompt_lengths([len(row) for row in ids], config, completion_limit(self.args), limit)
         if risk is not None:
             self.say(risk, key="context", level=logging.WARNING)
         return ids, images, fields
@@ -195,21 +223,19 @@ class LabTrainer(GRPOTrainer):
     # -- rewards and advantages --------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        with trl_bridge.replaced(self, "reward_funcs", [seam_for(reward) for reward in self.reward_funcs]):
-            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         names = tuple(self.reward_func_names)
+        seams = [seam_for(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
+        with trl_bridge.replaced(self, "reward_funcs", seams):
+            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         check_finite(values, names)
-        end_ids = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        cut = truncated_rows(completion_ids_list, end_ids)
-        known = zip(completion_ids_list, cut, row_numbers(inputs), strict=True)
-        local = torch.tensor([[len(ids), flag, row] for ids, flag, row in known], device=values.device)
-        lengths, truncated, numbers = self.accelerator.gather(local).unbind(1)
+        not_numbers = nan_counts(seams, values, self.accelerator)
         if any(scope_of(reward) == "group" for reward in self.reward_funcs):
-            rows = gathered_rows(inputs, prompts, completions, completion_ids_list, cut)
+            cut = truncated_rows(completion_ids_list, {*self.eos_token_ids, self._tokenizer.pad_token_id})
+            rows = gathered_rows(self, inputs, prompts, completions, completion_ids_list, cut)
             progress = (self.state.global_step, self.state.max_steps)
-            values = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
-        table = RewardTable(values, names, self.reward_weights.detach().cpu(), self._group_size())
-        self._scored = Scored(table, lengths, truncated.bool(), numbers)  # read and dropped by the method below
+            group = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
+            values, not_numbers = group[0], not_numbers + group[1]
+        self._record_not_numbers(not_numbers, values.size(0))
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -225,19 +251,17 @@ class LabTrainer(GRPOTrainer):
         if self._optimizer_reset is not None and self.model.training:
             self._optimizer_reset.before_generation()
         forwards = GenerationForwards.of(self)
-        with forwards.instead_of_trls(self) as put_off:
+        with forwards.instead_of_trls(self) as put_off, scored_by(self) as found:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
             output.setdefault("tool_mask", output["completion_mask"])
-        scored, self._scored = self._scored, None
-        assert scored is not None
-        mode = self._mode()
+        scored, mode = found.taken(), self._mode()
         if forwards.corrected:
             output["length_quartile"] = length_quartiles(scored.lengths)[self._local(output)]
         if put_off:
             del output["old_per_token_logps"]
             output.pop("importance_sampling_ratio", None)
-            trl_bridge.forget_metrics(self, mode, "sampling/")
+            trl_bridge.forget_sampling_metrics(self, mode)
         elif forwards.corrected:
             record_by_length(self, output, loss_mask(output), mode)
         if self.lab_settings.update.dead_groups == "resample":
@@ -262,6 +286,18 @@ class LabTrainer(GRPOTrainer):
         output["advantages"] = advantages[self._local(output)].to(output["advantages"].device)
         trl_bridge.replace_logged_advantages(self, advantages)
 
+    def _record_not_numbers(self, counts: Tensor, rows: int) -> None:
+        """NaN is None, from every kind of reward, as in TRL; it is counted and said, since it is rarely meant."""
+        self._books[self._mode()].add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
+        for name, count in zip(self.reward_func_names, counts.tolist(), strict=True):
+            if count:
+                self.say(
+                    f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in "
+                    "TRL; `rewards/nan_share` counts them",
+                    key=f"nan: {name}",
+                    level=logging.WARNING,
+                )
+
     def _record_rewards(self, scored: Scored, mode: str) -> None:
         book, table = self._books[mode], scored.table
         correct = correctness(table, self.reward_funcs)
@@ -271,7 +307,7 @@ class LabTrainer(GRPOTrainer):
         share = scored.truncated.float().mean().item()
         if mode == "train" and share > TRUNCATION_WARNING:
             self.say(
-                f"{share:.0%} of the completions were cut at max_completion_length={self.max_completion_length} tokens "
+                f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(self.args)} tokens "
                 "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
                 key="truncated",
                 level=logging.WARNING,

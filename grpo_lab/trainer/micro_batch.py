@@ -30,6 +30,12 @@ def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) ->
     return count
 
 
+def generation_budget(trainer: LabTrainer) -> float:
+    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``door.check_budget``)."""
+    limit = trainer.max_completion_length
+    return float("nan") if limit is None else float(limit)
+
+
 def token_batch(
     trainer: LabTrainer, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
 ) -> TokenBatch:
@@ -86,7 +92,7 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
     denominators = Denominators(
         rows=batch.mask.size(0) * accumulation,
         tokens=token_denominator(trainer, inputs, mode),
-        budget=float(trainer.max_completion_length),
+        budget=generation_budget(trainer),
         micro_batches=accumulation,
     )
     loss: Tensor = objective.aggregate(trainer.token_loss(batch), batch.mask, denominators)
@@ -100,4 +106,4 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
     return loss
 
 
-__all__ = ["has_our_inputs", "loss_mask", "micro_batch_loss", "token_batch", "token_denominator"]
+__all__ = ["generation_budget", "has_our_inputs", "loss_mask", "micro_batch_loss", "token_batch", "token_denominator"]

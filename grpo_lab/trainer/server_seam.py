@@ -82,10 +82,10 @@ def connect(generation: Any, settings: ServerSettings) -> None:
     on_main(generation.accelerator, talk)
 
 
-def check_length(max_completion_length: int, client: LabVLLMClient) -> None:
+def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:
     """``ValueError`` where the server's context has no room for a prompt beside the longest completion."""
     context = int(client.info["model_config"]["max_model_len"])
-    if max_completion_length >= context:
+    if max_completion_length is not None and max_completion_length >= context:
         raise ValueError(
             f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a context of "
             f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the completions"
