@@ -123,6 +123,8 @@ class LabConfig(GRPOConfig):
         if settings.objective is not None:
             refuse_contradictions(self, settings)
             agree_with_trl(self, settings)
+        elif settings.advantage is not None and settings.advantage.name is not None:
+            agree_on_advantages(self, settings.advantage.name)
         if settings.kl is not None:
             self._agree_on_beta(settings)
         check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
@@ -184,6 +186,19 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
         ours = getattr(chosen, name)
         if ours is not None:
             _same(args, name, ours, f"objective.{name}", ours)
+
+
+def agree_on_advantages(args: Any, rule: Any) -> None:
+    """``advantage`` without ``objective``: a rule of ours makes the advantages, so TRL's two settings for them say the same or nothing."""
+    scaling = TRL_SCALING.get(rule) if isinstance(rule, str) else None
+    _same(args, "scale_rewards", scaling, "advantage", rule)
+    name = "multi_objective_aggregation"
+    if getattr(args, name) != _default(args, name):
+        raise ValueError(
+            f"`{name}`={getattr(args, name)!r} acts in TRL's own advantages, and `advantage`={rule!r} makes them: leave one out"
+        )
+    if scaling is not None:
+        args.scale_rewards = scaling
 
 
 def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:

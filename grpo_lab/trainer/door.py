@@ -15,9 +15,12 @@ from grpo_lab.trainer.reward_table import reward_name
 
 
 def check_inputs(
-    model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any
+    model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it."""
+    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it.
+
+    A rollout function may bring columns of its own, so rewards' columns are not looked for beside one.
+    """
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:
@@ -25,7 +28,7 @@ def check_inputs(
     if isinstance(eval_dataset, Dataset):
         check_dataset(eval_dataset, "eval_dataset", needs_prompt)
     rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if isinstance(train_dataset, Dataset):
+    if isinstance(train_dataset, Dataset) and rollout_func is None:
         for reward in rewards:
             check_columns(reward, train_dataset.column_names)
 

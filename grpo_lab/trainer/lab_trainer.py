@@ -28,7 +28,8 @@ from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
-from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
+from grpo_lab.trainer.model_conditions import takes_positions
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
@@ -99,7 +100,7 @@ class LabTrainer(GRPOTrainer):
         reward_funcs, environment_factory = with_environment_rewards(type(self), reward_funcs, environment_factory)
         reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
         reward_funcs = without_environment_rewards(reward_funcs)
-        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
+        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
@@ -336,10 +337,12 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        if not has_our_inputs(self, inputs):
+        places = positions_at_generation(inputs) if takes_positions(self.accelerator.unwrap_model(model)) else None
+        with trl_bridge.positions_given(self, model, places):
+            if has_our_inputs(self, inputs):
+                return micro_batch_loss(self, model, inputs)
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
-        return micro_batch_loss(self, model, inputs)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 

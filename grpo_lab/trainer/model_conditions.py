@@ -79,6 +79,12 @@ def keeps_positions(model: nn.Module) -> bool:
     return not any(kind in _SCALED_POSITIONS for kind in kinds)
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads them."""
+    forward = getattr(model, "get_base_model", lambda: model)().forward
+    return keeps_positions(model) and "position_ids" in signature(forward).parameters
+
+
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
     """(attribute, value) of every positive number that a module keeps under a name like dropout, layerdrop or jitter.
 

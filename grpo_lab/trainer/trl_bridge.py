@@ -266,6 +266,23 @@ def forwards_replaced(
         yield left_out
 
 
+@contextlib.contextmanager
+def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]`` (None: as is)."""
+    if position_ids is None:
+        yield
+        return
+
+    def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "position_ids": position_ids}
+
+    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
     manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(

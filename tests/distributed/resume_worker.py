@@ -51,13 +51,10 @@ class Judge:
 
 
 def build(model: str, out: Path) -> LabTrainer:
-    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too.
-
-    Plain SGD: transformers 5.17 loads an optimizer's tensors to "cpu:0" on CPU ranks, which torch 2.13 refuses.
-    """
+    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too."""
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
-        "logging_steps": 2, "learning_rate": 0.1, "max_completion_length": 8,
+        "logging_steps": 2, "optim": "adamw_torch", "learning_rate": 3e-3, "max_completion_length": 8,
         "save_strategy": "steps", "save_steps": STOP, "use_cpu": True,
     }  # fmt: skip
     return LabTrainer(
