@@ -149,7 +149,11 @@ def check_prompt_lengths(
     if context is None or longest + (max_completion_length or 1) <= context:
         return None
     if longest >= context:
-        better = "" if max_completion_length is None else f", and with `max_completion_length`={max_completion_length} better "
+        better = (
+            ""
+            if max_completion_length is None
+            else f", and with `max_completion_length`={max_completion_length} better "
+        )
         better += "" if max_completion_length is None else f"at most {max(context - max_completion_length, 1)}"
         raise ValueError(
             f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "

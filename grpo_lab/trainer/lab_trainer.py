@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -19,9 +18,16 @@ from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
-from grpo_lab.trainer.door import check_budget, check_hooks, check_inputs, check_prompt_lengths, check_requires, completion_limit
-from grpo_lab.trainer.exact_update import ExactUpdate
+from grpo_lab.trainer.door import (
+    check_budget,
+    check_hooks,
+    check_inputs,
+    check_prompt_lengths,
+    check_requires,
+    completion_limit,
+)
 from grpo_lab.trainer.environment_rewards import with_environment_rewards, without_environment_rewards
+from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.kl_penalty import check_kl_in_reward, penalised
@@ -48,7 +54,7 @@ from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_setti
 from grpo_lab.trainer.sampler_seam import SamplerSeam, sampler_settings, with_row_numbers
 from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
 from grpo_lab.trainer.saved_arguments import picklable
-from grpo_lab.trainer.scoring import scored_by
+from grpo_lab.trainer.scoring import record_not_numbers, scored_by
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.thinking_seam import thinking_rollout
 from grpo_lab.trainer.trl_advantages import trl_advantages
@@ -236,7 +242,7 @@ class LabTrainer(GRPOTrainer):
             progress = (self.state.global_step, self.state.max_steps)
             group = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
             values, not_numbers = group[0], not_numbers + group[1]
-        self._record_not_numbers(not_numbers, values.size(0))
+        record_not_numbers(self, not_numbers, values.size(0))
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -286,18 +292,6 @@ class LabTrainer(GRPOTrainer):
             )
         output["advantages"] = advantages[self._local(output)].to(output["advantages"].device)
         trl_bridge.replace_logged_advantages(self, advantages)
-
-    def _record_not_numbers(self, counts: Tensor, rows: int) -> None:
-        """NaN is None, from every kind of reward, as in TRL; it is counted and said, since it is rarely meant."""
-        self._books[self._mode()].add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
-        for name, count in zip(self.reward_func_names, counts.tolist(), strict=True):
-            if count:
-                self.say(
-                    f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in "
-                    "TRL; `rewards/nan_share` counts them",
-                    key=f"nan: {name}",
-                    level=logging.WARNING,
-                )
 
     def _record_rewards(self, scored: Scored, mode: str) -> None:
         book, table = self._books[mode], scored.table

@@ -123,4 +123,12 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
     return loss
 
 
-__all__ = ["generation_budget", "has_our_inputs", "loss_mask", "micro_batch_loss", "positions_at_generation", "token_batch", "token_denominator"]
+__all__ = [
+    "generation_budget",
+    "has_our_inputs",
+    "loss_mask",
+    "micro_batch_loss",
+    "positions_at_generation",
+    "token_batch",
+    "token_denominator",
+]

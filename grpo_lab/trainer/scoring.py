@@ -8,6 +8,7 @@ method returned: shaped, gated, normalised, or made without ``super()``.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -81,4 +82,22 @@ def scored_by(trainer: LabTrainer) -> Iterator[Scoring]:
         yield scoring
 
 
-__all__ = ["Scoring", "scored_by"]
+def record_not_numbers(trainer: LabTrainer, counts: Tensor, rows: int) -> None:
+    """NaN is None from every kind of reward, as in TRL; it is counted and said, since it is rarely meant.
+
+    Args:
+        counts: long ``[F]``, NaN that each reward returned over all ranks.
+        rows: N.
+    """
+    trainer.metric_book(trainer._mode()).add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
+    for name, count in zip(trainer.reward_func_names, counts.tolist(), strict=True):
+        if count:
+            trainer.say(
+                f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in TRL; "
+                "`rewards/nan_share` counts them",
+                key=f"nan: {name}",
+                level=logging.WARNING,
+            )
+
+
+__all__ = ["Scoring", "record_not_numbers", "scored_by"]

@@ -30,7 +30,9 @@ def made() -> Counter:
 
 
 def build(kind: Any, models: dict[str, Path], folder: Path, factory: Any = Counter, rewards: Any = None) -> Any:
-    settings = arguments(folder, max_steps=1, gradient_accumulation_steps=1, max_completion_length=200, learning_rate=1e-3)
+    settings = arguments(
+        folder, max_steps=1, gradient_accumulation_steps=1, max_completion_length=200, learning_rate=1e-3
+    )
     return kind(
         AutoModelForCausalLM.from_pretrained(models["tools"], dtype=torch.float32),
         rewards,

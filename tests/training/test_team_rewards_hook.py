@@ -106,7 +106,9 @@ def test_group_rewards_are_in_what_a_subclass_is_given(tiny_folder: Path, tmp_pa
     ],
     ids=["vector", "rows", "columns", "list", "infinite"],
 )
-def test_what_cannot_be_rewards_is_named(values: Any, parts: tuple[str, ...], tiny_folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_rewards_is_named(
+    values: Any, parts: tuple[str, ...], tiny_folder: Path, tmp_path: Path
+) -> None:
     class Wrong(LabTrainer):
         def _calculate_rewards(self, *args: Any) -> Any:
             return values

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trl import GRPOConfig, SFTConfig
 
 from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.rewards import group_reward
+from grpo_lab.trainer.reward_table import environments_for_groups
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 
@@ -209,6 +211,23 @@ def test_refused_advantages(value: torch.Tensor, tiny_folder: Path, tmp_path: Pa
     with pytest.raises(ValueError) as caught:
         build(tiny_folder, tmp_path, Wrong).train()
     said(caught, "advantage", f"{tuple(value.shape)}", "4 rewards", "one finite number per row")
+
+
+def test_environments_that_cannot_travel_to_another_rank() -> None:
+    @group_reward(reads_environments=True)
+    def looks(group: Any) -> list[float]:
+        return [0.0] * len(group)
+
+    class Local(Environment):
+        pass
+
+    ranks = SimpleNamespace(num_processes=2)
+    trainer = SimpleNamespace(reward_funcs=[looks], environments=[Local()], accelerator=ranks)
+    with pytest.raises(ValueError) as caught:
+        environments_for_groups(trainer, 1)
+    said(caught, "'looks'", "Local", "pickled", "__getstate__")
+    trainer.environments = [Environment()]
+    assert environments_for_groups(trainer, 1) == trainer.environments
 
 
 # -- prompts and the context ---------------------------------------------------------------------------------------------
