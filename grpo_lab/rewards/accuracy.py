@@ -70,6 +70,8 @@ class AccuracyReward:
     `counts` tallies verdicts since construction (keys: values of `Verdict`, and `no_answer`).
     """
 
+    columns = ("solution",)  # what `LabTrainer` looks for in the data set before anything is loaded
+
     def __init__(
         self,
         mode: Literal["strict", "lenient"] = "strict",

@@ -55,6 +55,9 @@ class Group:
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
+        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout (calls and
+            results; ``completions`` holds the last answer's text); ``None`` where a group is made without them.
+        environments: one a sample, where the run has them and the reward asks (``reads_environments``).
     """
 
     prompt: Any
@@ -66,6 +69,8 @@ class Group:
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     step: int = 0
     max_steps: int = 0
+    messages: list[Any] | None = None
+    environments: list[Any] | None = None
 
     def __post_init__(self) -> None:
         size = len(self.completions)
@@ -73,6 +78,8 @@ class Group:
             "completion_ids": self.completion_ids,
             "lengths": self.lengths,
             "truncated": self.truncated,
+            "messages": self.messages,
+            "environments": self.environments,
             **{f"rewards[{name!r}]": values for name, values in self.rewards.items()},
             **{f"columns[{name!r}]": values for name, values in self.columns.items()},
         }
@@ -95,6 +102,8 @@ class GroupReward(ABC):
 
     scope: ClassVar[Scope] = "group"
     requires: tuple[str, ...] = ()
+    #: True: ``group.environments`` holds the rollouts' environments (with several ranks they are pickled to the others)
+    reads_environments: bool = False
 
     def __init__(
         self, *, num_generations: int | None = None, sources: Mapping[str, CompletionReward] | None = None
@@ -128,9 +137,8 @@ class GroupReward(ABC):
         if name in self.sources:
             prompts = [group.prompt] * len(group)
             ids = group.completion_ids  # TRL hands them to every reward
-            return list(
-                self.sources[name](prompts=prompts, completions=group.completions, completion_ids=ids, **group.columns)
-            )
+            said = group.completions if group.messages is None else group.messages
+            return list(self.sources[name](prompts=prompts, completions=said, completion_ids=ids, **group.columns))
         raise ValueError(
             f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. Add it to "
             f"`reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no reward the "
@@ -156,12 +164,15 @@ class GroupReward(ABC):
         for start, size in sizes:
             rows_of_group = slice(start, start + size)
             ids = [list(row) for row in completion_ids[rows_of_group]]
+            environments = rows.get("environments") if self.reads_environments else None
             group = Group(
                 prompt=prompts[start],
                 completions=[completion_text(completion) for completion in completions[rows_of_group]],
                 completion_ids=ids,
                 lengths=[len(row) for row in ids],
-                columns={name: column[rows_of_group] for name, column in rows.items()},
+                columns={name: column[rows_of_group] for name, column in rows.items() if name != "environments"},
+                messages=list(completions[rows_of_group]),
+                environments=None if environments is None else environments[rows_of_group],
                 step=_progress(self, trainer_state, "global_step"),
                 max_steps=_progress(self, trainer_state, "max_steps"),
             )
@@ -174,13 +185,13 @@ class GroupReward(ABC):
 
 
 def score_groups(reward: GroupReward, groups: Sequence[Group]) -> Values:
-    """``score_group`` on every group, one after the other, checked: G values, each finite or ``None``."""
+    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN (unscorable)."""
     flat: Values = []
     for group in groups:
         scores = [None if score is None else float(score) for score in reward.score_group(group)]
         if len(scores) != len(group):
             raise ValueError(f"{reward.name} gave {len(scores)} values for a group of {len(group)} completions")
-        bad = [score for score in scores if score is not None and not math.isfinite(score)]
+        bad = [score for score in scores if score is not None and math.isinf(score)]
         if bad:
             raise ValueError(f"{reward.name} gave {bad[0]}; a reward is a finite number, or None for unscorable")
         flat += scores
@@ -219,10 +230,11 @@ class _FunctionReward(GroupReward):
         requires: tuple[str, ...] = (),
         num_generations: int | None = None,
         sources: Mapping[str, CompletionReward] | None = None,
+        reads_environments: bool = False,
     ) -> None:
         check_decorated(score)
         super().__init__(num_generations=num_generations, sources=sources)
-        self.requires = requires
+        self.requires, self.reads_environments = requires, reads_environments
         self.__name__ = score.__name__
         self.__qualname__ = score.__qualname__
         self.__module__ = score.__module__
@@ -241,7 +253,7 @@ class _FunctionReward(GroupReward):
             _at_address(*address)
         except (ImportError, AttributeError) as error:
             raise PicklingError(f"a group reward is pickled by its address, and {address} is none: {error}") from error
-        return (_restore, (*address, self.requires, self.num_generations, self.sources))
+        return (_restore, (*address, self.requires, self.num_generations, self.sources, self.reads_environments))
 
 
 def _at_address(module: str, qualname: str) -> Any:
@@ -267,6 +279,7 @@ def group_reward(
     requires: tuple[str, ...] = ...,
     num_generations: int | None = ...,
     sources: Mapping[str, CompletionReward] | None = ...,
+    reads_environments: bool = ...,
 ) -> Callable[[Callable[[Group], Sequence[float | None]]], GroupReward]: ...
 
 
@@ -277,12 +290,20 @@ def group_reward(
     requires: tuple[str, ...] = (),
     num_generations: int | None = None,
     sources: Mapping[str, CompletionReward] | None = None,
+    reads_environments: bool = False,
 ) -> Any:
     """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
 
     With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
-    the function reads from ``group.rewards``. ValueError for an ``async def``, and for what is no function with a name.
+    the function reads from ``group.rewards``; ``reads_environments`` gives it ``group.environments``. ValueError for an
+    ``async def``, and for what is no function with a name.
     """
     check_requires(requires)
-    make = partial(_FunctionReward, requires=tuple(requires), num_generations=num_generations, sources=sources)
+    make = partial(
+        _FunctionReward,
+        requires=tuple(requires),
+        num_generations=num_generations,
+        sources=sources,
+        reads_environments=reads_environments,
+    )
     return make if score is None else make(score)

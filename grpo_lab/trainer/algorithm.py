@@ -229,6 +229,11 @@ def _advantage(settings: AdvantageSettings | None, fallback: Any) -> tuple[Advan
     chosen = fallback if settings is None or settings.name is None else settings.name
     parameters = {} if settings is None or settings.epsilon is None else {"epsilon": settings.epsilon}
     if chosen is None:
+        if parameters:
+            raise ValueError(
+                "`advantage.epsilon` has no effect: advantages are TRL's (`scale_rewards`), whose ε is fixed; name a rule, such as "
+                "`advantage: {name: group_zscore, epsilon: …}`"
+            )
         return None, "trl"
     if isinstance(chosen, str):
         if ":" not in chosen:

@@ -44,6 +44,18 @@ NOT_HONOURED: tuple[str, ...] = (
     "vespo_lambda_neg",
 )
 
+#: what ``LabConfig`` adds to TRL's fields
+OUR_FIELDS: tuple[str, ...] = (
+    "objective",
+    "advantage",
+    "kl",
+    "rollout",
+    "reward_schedules",
+    "reset_optimizer",
+    "sampler",
+    "update",
+)
+
 
 #: advantage rules that TRL does not have → its ``scale_rewards``, as far as that goes: no standard deviation divides
 UNSCALED: dict[str, str] = dict.fromkeys(("raw", "leave_one_out", "group_max"), "none")
@@ -127,6 +139,8 @@ class LabConfig(GRPOConfig):
                 f"`loss_type`={self.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
                 "`objective` as in that run, or a `loss_type` of TRL's"
             )
+        elif settings.advantage is not None and settings.advantage.name is not None:
+            agree_on_advantages(self, settings.advantage.name)
         if settings.kl is not None:
             self._agree_on_beta(settings)
         check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
@@ -197,6 +211,19 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
             _same(args, name, ours, f"objective.{name}", ours)
 
 
+def agree_on_advantages(args: Any, rule: Any) -> None:
+    """``advantage`` without ``objective``: a rule of ours makes the advantages, so TRL's two settings for them say the same or nothing."""
+    scaling = TRL_SCALING.get(rule) if isinstance(rule, str) else None
+    _same(args, "scale_rewards", scaling, "advantage", rule)
+    name = "multi_objective_aggregation"
+    if getattr(args, name) != _default(args, name):
+        raise ValueError(
+            f"`{name}`={getattr(args, name)!r} acts in TRL's own advantages, and `advantage`={rule!r} makes them: leave one out"
+        )
+    if scaling is not None:
+        args.scale_rewards = scaling
+
+
 def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
     """Whole responses are weighed as a whole."""
     whole = algorithm.objective is not None and isinstance(algorithm.objective.surrogate, MirrorDescent)
@@ -238,7 +265,10 @@ def _default(args: Any, name: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if callable(value) and not isinstance(value, type(None)):
-        kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
-        return f"{kind.__module__}:{kind.__qualname__}"
-    return value
+    return named_by(value) if callable(value) else value
+
+
+def named_by(part: Any) -> str:
+    """``"module:attribute"`` of a function or class, of the class for an instance."""
+    kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.metrics import LeftOut
-from grpo_lab.trainer.micro_batch import token_batch, token_denominator
+from grpo_lab.trainer.micro_batch import generation_budget, token_batch, token_denominator
 from grpo_lab.trainer.model_conditions import (
     RandomnessWatch,
     dropout_rate,
@@ -120,6 +120,10 @@ class ExactUpdate:
         self._verdict = Verdict(reason, reason)
         self.record.as_trl(inputs, self._verdict, self.trainer.lab_settings.update.max_tokens)
 
+    def forget(self) -> None:
+        """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
+        self._window, self._verdict, self._begins = [], None, True
+
     def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
         first, self._begins = self._begins, bool(self.trainer.accelerator.sync_gradients)
@@ -152,7 +156,7 @@ class ExactUpdate:
         denominators = Denominators(
             rows=float(local_rows),
             tokens=self._tokens(window),
-            budget=float(trainer.max_completion_length),
+            budget=generation_budget(trainer),
             micro_batches=len(window),
         )
         bins = plan.bins[trainer.accelerator.process_index]

@@ -63,6 +63,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
         self._done = 0  # micro-batches up to the last whole optimizer step
         self._loss: tuple[float, int] | None = None
+        self._begun: Any = None  # HF's state object of the training that memory was cleared for
+        self._ended = False
 
     @property
     def _every(self) -> int:
@@ -72,6 +74,9 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
+        if self._begun is not state:
+            self._begin(resumed=False)
+        self._ended = False
         self._done = trainer._step
         if self._loss is not None:
             trainer._tr_loss += self._loss[0]
@@ -80,6 +85,28 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._done = self.trainer._step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ended = True
+
+    def _begin(self, resumed: bool) -> None:
+        """A training begins with nothing of an earlier one of this trainer (broken off by an error, Ctrl-C, SIGTERM).
+
+        One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the generation batch
+        that was open.
+        """
+        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
+        self._begun, self._loss = trainer.state, None
+        trainer.exact_update.forget()
+        if resumed or not self._ended or trainer.lab_settings.objective is not None:
+            trainer._step, trainer._buffered_inputs = 0, None
+        trainer._current_train_step_time = 0.0
+        for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+            pending.clear()
+        for mode in ("train", "eval"):
+            trainer.metric_book(mode).forget()
+        if trainer.use_vllm:
+            trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +203,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         """
         if checkpoint is None:
             return
+        self._begin(resumed=True)
         found = self._found(Path(checkpoint))
         verdicts = gather_object([(found.verdict, found.text)])
         worst = max(verdicts, key=lambda pair: ("fits", "absent", "changed", "broken").index(pair[0]))

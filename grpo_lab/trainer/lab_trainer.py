@@ -1,7 +1,7 @@
 """``LabTrainer``: TRL's GRPOTrainer with seams for advantages, objective and update.
 
-One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), become advantages
-(``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
+One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), what the outermost of these
+methods returns becomes advantages (``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
 ``_compute_loss``). Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -19,16 +18,26 @@ from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.algorithm import algorithm_from
-from grpo_lab.trainer.door import check_inputs, check_prompt_lengths
+from grpo_lab.trainer.door import (
+    check_budget,
+    check_hooks,
+    check_inputs,
+    check_prompt_lengths,
+    check_requires,
+    completion_limit,
+)
+from grpo_lab.trainer.environment_rewards import with_environment_rewards, without_environment_rewards
 from grpo_lab.trainer.exact_update import ExactUpdate
 from grpo_lab.trainer.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.interrupt import KeptOnInterrupt
+from grpo_lab.trainer.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
-from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
 from grpo_lab.trainer.model_card import in_our_words
+from grpo_lab.trainer.model_conditions import takes_positions
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
@@ -40,15 +49,18 @@ from grpo_lab.trainer.reward_table import (
     dead_groups,
     fill_group_rewards,
     gathered_rows,
+    nan_counts,
     seam_for,
-    tokens_made,
     truncated_rows,
 )
 from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
-from grpo_lab.trainer.sampler_seam import SamplerSeam, row_numbers, sampler_settings, with_row_numbers
+from grpo_lab.trainer.sampler_seam import SamplerSeam, sampler_settings, with_row_numbers
 from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
+from grpo_lab.trainer.saved_arguments import picklable
+from grpo_lab.trainer.scoring import record_not_numbers, scored_by
 from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
 from grpo_lab.trainer.thinking_seam import thinking_rollout
+from grpo_lab.trainer.trl_advantages import trl_advantages
 from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
 
 logger = logging.getLogger("grpo_lab")
@@ -94,16 +106,18 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
+        reward_funcs, environment_factory = with_environment_rewards(type(self), reward_funcs, environment_factory)
         reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
-        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory)
+        reward_funcs = without_environment_rewards(reward_funcs)
+        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
         self.lab_settings = args.lab_settings
         if self.lab_settings.update.dead_groups == "resample":
             check_resample(train_dataset)
         self.algorithm = algorithm_from(args, self.lab_settings).with_hooks(type(self))
+        check_hooks(type(self), self.algorithm, LabTrainer)
+        check_budget(self.algorithm.objective, args.max_completion_length)
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
-        self._scored: Scored | None = None
-        self._made: list[int] | None = None
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
@@ -125,6 +139,7 @@ class LabTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        check_requires(self)
         self.rollout_func = thinking_rollout(self, rollout, environment_factory)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
@@ -137,7 +152,8 @@ class LabTrainer(GRPOTrainer):
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
         self._sampling = SamplerSeam(self, sampling)
         self._generation_buffer = GenerationBuffer(self)
-        self.add_callback(self._generation_buffer)
+        self.callback_handler.callbacks.insert(0, self._generation_buffer)  # others may write a checkpoint
+        self._step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(self)
         check_kl_in_reward(self)
         if self.use_vllm:
             self.vllm_generation.waiting = self.keeps_on_interrupt.wait
@@ -154,14 +170,23 @@ class LabTrainer(GRPOTrainer):
     def compute_advantages(self, table: RewardTable) -> Tensor:
         """Advantages ``[N]`` of a generation batch from its rewards over all ranks (the same on every rank).
 
-        Called only when an advantage rule of ours is in force or this hook is overridden.
+        Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the answer is
+        TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table.
         """
-        assert self.algorithm.advantage is not None
+        if self.algorithm.advantage is None:
+            return trl_advantages(table, self.scale_rewards, self.multi_objective_aggregation)
         return self.algorithm.advantage(table.total, table.group_size)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False."""
-        assert self.algorithm.objective is not None
+        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
+
+        Raises:
+            ValueError: the loss is left to TRL, which has none per token to hand out.
+        """
+        if self.algorithm.objective is None:
+            raise ValueError(
+                f"`token_loss` was called, but the loss is left to TRL ({self.algorithm.left_to_trl}): set `objective`"
+            )
         return self.algorithm.objective.token_loss(batch)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
@@ -171,13 +196,21 @@ class LabTrainer(GRPOTrainer):
         return super()._get_train_sampler(dataset) if ours is None else ours
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._step_end_checkpoint.takes_over():
+            return
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         self._sampling.save(folder)
         self._generation_buffer.save(folder)
-        super()._save_checkpoint(model, trial)
+        with trl_bridge.replaced(self, "args", picklable(self.args)):
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
+            super()._save(output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with trl_bridge.plain_cpu(self.args):
+            super()._load_optimizer_and_scheduler(checkpoint)
         self._sampling.load(checkpoint)
         self._generation_buffer.load(checkpoint)
 
@@ -187,7 +220,7 @@ class LabTrainer(GRPOTrainer):
             refuse_long(ids, self.vllm_generation.context, 1, self._tokenizer.decode)
         limit = self.args.vllm_max_model_length if self.use_vllm else None
         config = self.accelerator.unwrap_model(self.model).config
-        risk = check_prompt_lengths([len(row) for row in ids], config, self.max_completion_length, limit)
+        risk = check_prompt_lengths([len(row) for row in ids], config, completion_limit(self.args), limit)
         if risk is not None:
             self.say(risk, key="context", level=logging.WARNING)
         return ids, images, fields
@@ -204,29 +237,22 @@ class LabTrainer(GRPOTrainer):
             self._sync_proof.prove(prompt_ids)
         return generated
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        generated = super()._generate(prompts)
-        self._made = tokens_made(generated)  # TRL's next step may mask them; read and dropped with the rewards
-        return generated
-
     # -- rewards and advantages --------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        with trl_bridge.replaced(self, "reward_funcs", [seam_for(reward) for reward in self.reward_funcs]):
-            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         names = tuple(self.reward_func_names)
+        seams = [seam_for(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
+        with trl_bridge.replaced(self, "reward_funcs", seams):
+            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         check_finite(values, names)
-        end_ids = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        cut = truncated_rows(completion_ids_list, end_ids)
-        made, self._made = self._made or [len(ids) for ids in completion_ids_list], None
-        local = torch.tensor(list(zip(made, cut, row_numbers(inputs), strict=True)), device=values.device)
-        lengths, truncated, numbers = self.accelerator.gather(local).unbind(1)
+        not_numbers = nan_counts(seams, values, self.accelerator)
         if any(scope_of(reward) == "group" for reward in self.reward_funcs):
-            rows = gathered_rows(inputs, prompts, completions, completion_ids_list, cut)
+            cut = truncated_rows(completion_ids_list, {*self.eos_token_ids, self._tokenizer.pad_token_id})
+            rows = gathered_rows(self, inputs, prompts, completions, completion_ids_list, cut)
             progress = (self.state.global_step, self.state.max_steps)
-            values = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
-        table = RewardTable(values, names, self.reward_weights.detach().cpu(), self._group_size())
-        self._scored = Scored(table, lengths, truncated.bool(), numbers)  # read and dropped by the method below
+            group = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
+            values, not_numbers = group[0], not_numbers + group[1]
+        record_not_numbers(self, not_numbers, values.size(0))
         return values
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -242,20 +268,18 @@ class LabTrainer(GRPOTrainer):
         if self._optimizer_reset is not None and self.model.training:
             self._optimizer_reset.before_generation()
         forwards = GenerationForwards.of(self)
-        with forwards.instead_of_trls(self) as put_off, whole_completions(self):
+        with forwards.instead_of_trls(self) as put_off, whole_completions(self), scored_by(self) as found:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
             output.setdefault("tool_mask", output["completion_mask"])
-        scored, self._scored = self._scored, None
-        assert scored is not None
+        scored, mode = found.taken(), self._mode()
         sampled = mask_cut(self, output, scored.truncated[self._local(output)])
-        mode = self._mode()
         if forwards.corrected:
             output["length_quartile"] = length_quartiles(scored.lengths)[self._local(output)]
         if put_off:
             del output["old_per_token_logps"]
             output.pop("importance_sampling_ratio", None)
-            trl_bridge.forget_metrics(self, mode, "sampling/")
+            trl_bridge.forget_sampling_metrics(self, mode)
         elif forwards.corrected:
             record_by_length(self, output, loss_mask(output), mode)
         if self.lab_settings.update.dead_groups == "resample":
@@ -289,7 +313,7 @@ class LabTrainer(GRPOTrainer):
         share = scored.truncated.float().mean().item()
         if mode == "train" and share > TRUNCATION_WARNING:
             self.say(
-                f"{share:.0%} of the completions were cut at max_completion_length={self.max_completion_length} tokens "
+                f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(self.args)} tokens "
                 "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
                 key="truncated",
                 level=logging.WARNING,
@@ -320,10 +344,12 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        if not has_our_inputs(self, inputs):
+        places = positions_at_generation(inputs) if takes_positions(self.accelerator.unwrap_model(model)) else None
+        with trl_bridge.positions_given(self, model, places):
+            if has_our_inputs(self, inputs):
+                return micro_batch_loss(self, model, inputs)
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
-        return micro_batch_loss(self, model, inputs)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 

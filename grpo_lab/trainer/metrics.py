@@ -101,6 +101,12 @@ class MetricBook:
         self._total.clear()
         return {name: total / count for name, (total, count) in pairs.items() if count > 0}
 
+    def forget(self) -> None:
+        """Drop everything since the last ``read``."""
+        self._fresh.clear()
+        self._fresh_extremes.clear()
+        self._total.clear()
+
     def pending(self) -> dict[str, list[Any]]:
         """What ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
         return {name: [*pair.tolist(), pair.device.type == "cpu"] for name, pair in self._total.items()}

@@ -11,6 +11,7 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.old_policy import old_log_probs
+from grpo_lab.trainer.row_table import POSITION_OFFSET
 from grpo_lab.trainer.token_metrics import record_tokens
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) ->
     if mode == "train":
         count = count * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
     return count
+
+
+def generation_budget(trainer: LabTrainer) -> float:
+    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``door.check_budget``)."""
+    limit = trainer.max_completion_length
+    return float("nan") if limit is None else float(limit)
 
 
 def token_batch(
@@ -63,6 +70,22 @@ def token_batch(
     )
 
 
+def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
+    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it.
+
+    ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
+    """
+    if POSITION_OFFSET not in inputs:
+        return None
+    prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
+    width = inputs["prompt_ids"].size(1)
+    first = inputs[POSITION_OFFSET]
+    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
+    moved = (first - (width - prompts)).unsqueeze(1) + steps
+    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
+    return torch.minimum(moved.clamp(min=0), last)
+
+
 def has_our_inputs(trainer: LabTrainer, inputs: dict[str, Any]) -> bool:
     """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
     objective = trainer.algorithm.objective
@@ -87,7 +110,7 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
     denominators = Denominators(
         rows=batch.mask.size(0) * accumulation,
         tokens=token_denominator(trainer, inputs, mode),
-        budget=float(trainer.max_completion_length),
+        budget=generation_budget(trainer),
         micro_batches=accumulation,
     )
     loss: Tensor = objective.aggregate(trainer.token_loss(batch), batch.mask, denominators)
@@ -101,4 +124,12 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
     return loss
 
 
-__all__ = ["has_our_inputs", "loss_mask", "micro_batch_loss", "token_batch", "token_denominator"]
+__all__ = [
+    "generation_budget",
+    "has_our_inputs",
+    "loss_mask",
+    "micro_batch_loss",
+    "positions_at_generation",
+    "token_batch",
+    "token_denominator",
+]

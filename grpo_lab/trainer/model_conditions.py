@@ -101,6 +101,12 @@ def padding_reaches_state(model: nn.Module) -> bool:
     return any(not hasattr(sys.modules[home], "apply_mask_to_padding_states") for home in homes)
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads them."""
+    forward = getattr(model, "get_base_model", lambda: model)().forward
+    return keeps_positions(model) and "position_ids" in signature(forward).parameters
+
+
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
     """(attribute, value) of every positive number that a module keeps under a name like dropout, layerdrop or jitter.
 

@@ -25,8 +25,8 @@ class DrGRPOTrainer(LabTrainer):
 class KimiTrainer(LabTrainer):
     """Kimi k1.5 (arXiv 2501.12599): mirror descent with an optimizer reset, and the length reward after a warm-up.
 
-    ``reward_funcs`` unset: accuracy. The length reward is added to what is given, unless a ``KimiLengthReward`` is among
-    it; its correctness comes from ``accuracy_reward``, or from the only reward given. Weight, warm-up and τ are
+    ``reward_funcs`` unset: accuracy, or the reward that an environment owns. The length reward is added to what is given,
+    unless a ``KimiLengthReward`` is among it; its correctness comes from ``accuracy_reward``, or from the only reward given. Weight, warm-up and τ are
     undisclosed, so these are ours; τ is ``objective={"name": "mirror_descent", "tau": …}``. An iteration is a generation
     batch: give it several updates with ``steps_per_generation`` or ``num_iterations``.
     """
@@ -49,7 +49,7 @@ class KimiTrainer(LabTrainer):
 class R1ZeroTrainer(LabTrainer):
     """DeepSeek-R1-Zero (arXiv 2501.12948): GRPO with accuracy and format rewards of equal weight.
 
-    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format. R1 adds the language-consistency reward in its first
+    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format; an environment that owns its reward counts as given. R1 adds the language-consistency reward in its first
     RL stage: set ``language`` in a subclass (``"en"``, or ``"prompt"`` for the prompt's language), or pass
     ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001, temperature 1, 16 completions a question,
     32 questions a step, reference replaced every 400 steps (TRL: ``sync_ref_model``, ``ref_model_sync_steps``).

@@ -78,7 +78,8 @@ class SamplerSettings:
         for knob in (field for field in self.__dataclass_fields__ if field != "name"):
             if getattr(self, knob) is not None and knob not in KNOBS[self.name]:
                 raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
-            if knob in KNOBS[self.name] and self[knob] is None:
+            needed = knob in KNOBS[self.name] and KNOBS[self.name][knob] != ""
+            if needed and self[knob] in (None, ""):
                 raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
 
     def __getitem__(self, knob: str) -> Any:
@@ -118,8 +119,13 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
 
     Args: reward_funcs: one reward or a list, as the trainer got them.
     """
-    if settings is None or dataset is None:
+    if settings is None:
         return dataset
+    if dataset is None:
+        raise ValueError(
+            f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the prompts): "
+            "give a data set, or leave `sampler` out"
+        )
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"`sampler` draws rows by number, but `train_dataset` is a {type(dataset).__name__}; use a datasets.Dataset"

@@ -53,6 +53,11 @@ def check_thinking(args: Any, settings: RolloutSettings) -> None:
     budget = settings.thinking_budget
     if budget is None:
         return
+    if args.max_completion_length is None:
+        raise ValueError(
+            f"`rollout.thinking_budget` is {budget} and `max_completion_length` is None: what is left for the answer is the "
+            "difference; set it"
+        )
     if budget >= args.max_completion_length:
         raise ValueError(
             f"`rollout.thinking_budget` is {budget} and `max_completion_length` is {args.max_completion_length}: the budget, "

@@ -67,6 +67,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_get_train_sampler": ("self", "dataset"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_save": ("self", "output_dir", "state_dict"),
     "_get_output_dir": ("self", "trial"),
     "log": ("self", "logs", "start_time"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
@@ -80,6 +81,12 @@ ATTRIBUTES: tuple[str, ...] = (
     "_logs",
     "_step",
     "_buffered_inputs",
+    "_current_train_step_time",
+    "_pending_extra_logs",
+    "_pending_metrics",
+    "environments",
+    "multi_objective_aggregation",
+    "scale_rewards",
     "reward_func_names",
     "reward_funcs",
     "reward_weights",
@@ -264,6 +271,23 @@ def forwards_replaced(
         yield left_out
 
 
+@contextlib.contextmanager
+def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]`` (None: as is)."""
+    if position_ids is None:
+        yield
+        return
+
+    def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "position_ids": position_ids}
+
+    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
     manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(
@@ -329,12 +353,37 @@ def reference_model_in_full() -> Iterator[None]:
         yield
 
 
-def forget_metrics(trainer: Any, mode: str, prefix: str) -> None:
-    """Drop what TRL has just appended under ``prefix`` (values computed from deferred zeros)."""
-    for name in [name for name in trainer._metrics[mode] if name.startswith(prefix)]:
-        trainer._metrics[mode][name].pop()
-        if not trainer._metrics[mode][name]:
-            del trainer._metrics[mode][name]
+#: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
+SAMPLING_METRICS: tuple[str, ...] = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+
+
+def forget_sampling_metrics(trainer: Any, mode: str) -> None:
+    """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
+    seen = trainer._metrics[mode]
+    for name in SAMPLING_METRICS:
+        if name in seen:
+            seen[name].pop()
+            if not seen[name]:
+                del seen[name]
+
+
+@contextlib.contextmanager
+def plain_cpu(args: Any) -> Iterator[None]:
+    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0".
+
+    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no "cpu:0" there.
+    """
+    if args.device.type != "cpu":
+        yield
+        return
+    with replaced(args, "_setup_devices", torch.device("cpu")):
+        yield
 
 
 def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:

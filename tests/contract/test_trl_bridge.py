@@ -469,18 +469,13 @@ def test_sampler_correction_is_trls(sampling: Any, mode: str, bounds: tuple[floa
 
 
 def test_sampler_metrics_that_are_forgotten_when_deferred(sampling: Any) -> None:
-    """The names that ``forget_metrics`` drops and ``_record_sampler`` writes anew."""
+    """The names that ``forget_sampling_metrics`` drops and ``_record_sampler`` writes anew; a team's own stay."""
     sampling._generate_and_score_completions(batch(sampling))
     names = {name for name in sampling._metrics["train"] if name.startswith("sampling/")}
-    assert names == {
-        "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max",
-        "sampling/importance_sampling_ratio/min",
-        "sampling/importance_sampling_ratio/mean",
-        "sampling/importance_sampling_ratio/max",
-    }
-    trl_bridge.forget_metrics(sampling, "train", "sampling/")
-    assert not any(name.startswith("sampling/") for name in sampling._metrics["train"])
+    assert names == set(trl_bridge.SAMPLING_METRICS)
+    sampling._metrics["train"]["sampling/of_a_team"] = [0.5]
+    trl_bridge.forget_sampling_metrics(sampling, "train")
+    assert [name for name in sampling._metrics["train"] if name.startswith("sampling/")] == ["sampling/of_a_team"]
 
 
 # -- metrics and logs ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One training, one resumed inside a generation batch, and one whose second rank lost its file, on two ranks.
+"""One training, one resumed inside a generation batch, one stopped by SIGTERM on one rank, and one whose second rank lost its file.
 
     accelerate launch --config_file … tests/distributed/resume_worker.py MODEL OUT
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.generation_buffer import rows_file
@@ -50,15 +52,27 @@ class Judge:
         return [(sum(ids) % 5) / 4 for ids in completion_ids]
 
 
-def build(model: str, out: Path) -> LabTrainer:
-    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too.
+class Terminated(TrainerCallback):  # type: ignore[misc]
+    """SIGTERM on the first rank alone, while step ``STOP`` is collected."""
 
-    Plain SGD: transformers 5.17 loads an optimizer's tensors to "cpu:0" on CPU ranks, which torch 2.13 refuses.
-    """
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == STOP - 1 and args.process_index == 0:
+            manager = self.trainer._step_end_checkpoint.jit_manager
+            manager.kill_wait = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not manager.is_checkpoint_requested:
+                time.sleep(0.01)
+
+
+def build(model: str, out: Path, **changes: Any) -> LabTrainer:
+    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too."""
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
-        "logging_steps": 2, "learning_rate": 0.1, "max_completion_length": 8,
-        "save_strategy": "steps", "save_steps": STOP, "use_cpu": True,
+        "logging_steps": 2, "optim": "adamw_torch", "learning_rate": 3e-3, "max_completion_length": 8,
+        "save_strategy": "steps", "save_steps": STOP, "use_cpu": True, **changes,
     }  # fmt: skip
     return LabTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -88,7 +102,16 @@ def main(model: str, out: str) -> None:
     again = build(model, folder / "again")
     again.train(resume_from_checkpoint=str(place))
     rank = whole.accelerator.process_index
+    stopped = build(model, folder / "stopped", enable_jit_checkpoint=True, save_strategy="no")
+    terminated = Terminated()
+    terminated.trainer = stopped
+    stopped.add_callback(terminated)
+    stopped.train()
+    after = build(model, folder / "after")
+    after.train(resume_from_checkpoint=str(folder / "stopped" / f"checkpoint-{STOP}"))
     report = {
+        "stopped at": stopped.state.global_step,
+        "weights equal after SIGTERM": torch.equal(weights(after), weights(whole)),
         "weights equal": torch.equal(weights(again), weights(whole)),
         "largest weight": weights(again).abs().max().item(),
         "whole history": history(whole),

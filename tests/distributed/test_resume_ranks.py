@@ -38,6 +38,12 @@ def test_two_ranks_go_on_to_the_bit(reports: tuple[Path, list[dict[str, Any]]]) 
     assert (place / rows_file(0)).read_bytes() != (place / rows_file(1)).read_bytes()
 
 
+def test_sigterm_on_one_rank_makes_both_write(reports: tuple[Path, list[dict[str, Any]]]) -> None:
+    for report in reports[1]:
+        assert report["stopped at"] == STOP
+        assert report["weights equal after SIGTERM"]
+
+
 def test_a_rank_without_its_file_stops_both(reports: tuple[Path, list[dict[str, Any]]]) -> None:
     for report in reports[1]:
         assert "No such file" in report["error"]

@@ -172,8 +172,9 @@ def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tm
     assert sum(a == b for a, b in zip(first, second, strict=True)) <= 2  # one of 40 by chance
 
 
-def test_learned_positions_are_those_at_generation(tmp_path: Path) -> None:
-    """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place."""
+@pytest.mark.parametrize("name", ["exact", "off"])
+def test_learned_positions_are_those_at_generation(name: str, tmp_path: Path) -> None:
+    """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place, in bins and in stock's batches."""
     gaps: list[float] = []
 
     class Team(LabTrainer):
@@ -189,7 +190,8 @@ def test_learned_positions_are_those_at_generation(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(**sizes, **still, **ends, initializer_range=0.2)).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     settings = arguments(tmp_path, max_steps=2, num_iterations=2, num_generations=4, gradient_accumulation_steps=2)
-    args = LabConfig(**settings, objective="dr_grpo", update={"dead_groups": "resample", "max_rounds": 20})
+    update = {"name": name, "dead_groups": "resample", "max_rounds": 20}
+    args = LabConfig(**settings, objective="dr_grpo", update=update)
     run = train(Team, args, tmp_path / "gpt2", reward=distinct_or_dead)
     assert max(column(run, "update/resampled_share")) > 0
     assert gaps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, SFTConfig
 
-from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer
+from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer, R1ZeroTrainer
+from grpo_lab.rewards import group_reward
+from grpo_lab.trainer.reward_table import environments_for_groups
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 
@@ -56,6 +59,19 @@ class OwnSurrogate(LabTrainer):
         return -batch.advantages * batch.ratio
 
 
+class Environment:
+    def reset(self, **_: Any) -> str:
+        return "Begin."
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+@group_reward(requires=("acuracy_reward",))
+def needs_another(group: Any) -> list[float]:
+    return [0.0] * len(group)
+
+
 AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no prompt column": (
         {"train_dataset": Dataset.from_dict({"question": ["a"], "solution": ["1"]})},
@@ -64,6 +80,10 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "empty dataset": ({"train_dataset": Dataset.from_dict({"prompt": []})}, ("`train_dataset` is empty",)),
     "dataset of another kind": ({"train_dataset": [{"prompt": "a"}]}, ("`train_dataset` is a list", "Dataset")),
     "column that the reward reads": ({"reward_funcs": Measured()}, ("'measured'", "'solution'", "`train_dataset`")),
+    "column that a declared reward reads": (
+        {"trainer_class": R1ZeroTrainer, "reward_funcs": None},
+        ("'accuracy_reward'", "'solution'", "`train_dataset`"),
+    ),
     "model folder that is not there": (
         {"model": "./no/such/folder"},
         ("`model`", "'./no/such/folder'", "no such folder"),
@@ -83,6 +103,23 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "class part and configuration": (
         {"trainer_class": OwnSurrogate, "changes": {"objective": {"name": "grpo", "surrogate": "reinforce"}}},
         ("`OwnSurrogate.surrogate`", "`objective.surrogate`"),
+    ),
+    "what a group reward requires": (
+        {"reward_funcs": [mixed_reward(), needs_another]},
+        ("'needs_another'", "'acuracy_reward'", "['parity_reward']", "`requires`"),
+    ),
+    "sampler without a data set": (
+        {
+            "reward_funcs": Measured(),
+            "train_dataset": None,
+            "environment_factory": Environment,
+            "changes": {"sampler": "prioritized"},
+        },
+        ("`sampler`='prioritized'", "`train_dataset`", "environment"),
+    ),
+    "advantage rule and TRL's scaling": (
+        {"changes": {"advantage": "group_zscore", "scale_rewards": "batch"}},
+        ("`scale_rewards`='batch'", "`advantage`='group_zscore'"),
     ),
     "reward weights": ({"changes": {"reward_weights": [1.0, 2.0]}}, ("reward weights (2)", "reward functions (1)")),
 }
@@ -136,10 +173,6 @@ def infinite(completions: list[str], **_: Any) -> list[float]:
     return [0.0, float("inf")] + [0.0] * (len(completions) - 2)
 
 
-def not_a_number(completions: list[str], **_: Any) -> list[float]:
-    return [float("nan")] + [0.0] * (len(completions) - 1)
-
-
 async def infinite_later(completions: list[str], **_: Any) -> list[float]:
     return [float("-inf")] * len(completions)
 
@@ -155,7 +188,6 @@ REWARDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "no list": (number, ("'number'", "float", "list", "4", "reward_funcs")),
     "infinite": (infinite, ("'infinite'", "inf", "completion 1", "finite", "None", "reward_funcs")),
-    "nan": (not_a_number, ("'not_a_number'", "nan", "completion 0", "None", "reward_funcs")),
     "infinite, async": (infinite_later, ("'infinite_later'", "infinite", "None", "reward_funcs")),
     "one too few, async": (short_later, ("'short_later'", "1 rewards", "4")),
 }
@@ -179,6 +211,23 @@ def test_refused_advantages(value: torch.Tensor, tiny_folder: Path, tmp_path: Pa
     with pytest.raises(ValueError) as caught:
         build(tiny_folder, tmp_path, Wrong).train()
     said(caught, "advantage", f"{tuple(value.shape)}", "4 rewards", "one finite number per row")
+
+
+def test_environments_that_cannot_travel_to_another_rank() -> None:
+    @group_reward(reads_environments=True)
+    def looks(group: Any) -> list[float]:
+        return [0.0] * len(group)
+
+    class Local(Environment):
+        pass
+
+    ranks = SimpleNamespace(num_processes=2)
+    trainer = SimpleNamespace(reward_funcs=[looks], environments=[Local()], accelerator=ranks)
+    with pytest.raises(ValueError) as caught:
+        environments_for_groups(trainer, 1)
+    said(caught, "'looks'", "Local", "pickled", "__getstate__")
+    trainer.environments = [Environment()]
+    assert environments_for_groups(trainer, 1) == trainer.environments
 
 
 # -- prompts and the context ---------------------------------------------------------------------------------------------

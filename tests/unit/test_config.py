@@ -17,6 +17,7 @@ from trl import GRPOConfig, TrlParser
 from grpo_lab import LabConfig
 from grpo_lab.objectives import Clipped
 from grpo_lab.trainer.algorithm import algorithm_from
+from grpo_lab.trainer.config import OUR_FIELDS
 
 
 def config(folder: Path | str = "unused", **changes: Any) -> LabConfig:
@@ -46,6 +47,19 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown aggregation": ({"objective": {"name": "grpo", "aggregation": "mean"}}, ("'mean'", "sequence_mean")),
     "unknown ratio": ({"objective": {"name": "grpo", "ratio": "word"}}, ("'word'", "token", "sequence")),
     "unknown advantage": ({"advantage": "zscore"}, ("'zscore'", "group_zscore")),
+    "advantage and scale_rewards": (
+        {"advantage": "leave_one_out", "scale_rewards": "batch"},
+        ("`scale_rewards`='batch'", "`advantage`='leave_one_out'", "leave one out"),
+    ),
+    "advantage and multi_objective_aggregation": (
+        {"advantage": "group_mean", "multi_objective_aggregation": "normalize_then_sum"},
+        ("`multi_objective_aggregation`='normalize_then_sum'", "`advantage`='group_mean'"),
+    ),
+    "advantage without a rule": ({"advantage": {"epsilon": 1e-6}}, ("`advantage.epsilon`", "name a rule")),
+    "sampler without its column": (
+        {"sampler": {"name": "curriculum", "pass_rate_column": ""}},
+        ("`sampler.pass_rate_column`", "curriculum"),
+    ),
     "unknown estimator": ({"kl": {"estimator": "k4", "coefficient": 0.1}}, ("'k4'", "k1", "k3", "estimator")),
     "unknown placement": (
         {"kl": {"estimator": "k1", "placement": "advantage", "coefficient": 0.1}},
@@ -276,6 +290,16 @@ def test_yaml_through_trl_parser(tmp_path: Path) -> None:
     (found,) = TrlParser(LabConfig).parse_args_and_config(args=["--config", str(file), "--learning_rate", "0.5"])
     assert found.lab_settings.update.max_tokens == 4096
     assert (found.epsilon_high, found.beta, found.learning_rate) == (0.28, 0.01, 0.5)
+
+
+def test_our_fields_are_those_that_trl_lacks() -> None:
+    fields = [{field.name for field in dataclasses.fields(kind)} for kind in (LabConfig, GRPOConfig)]
+    assert set(OUR_FIELDS) == fields[0] - fields[1]
+
+
+def test_an_advantage_rule_alone_is_in_trls_field_too() -> None:
+    assert config(advantage="batch_zscore").scale_rewards == "batch"
+    assert config(advantage="group_mean", scale_rewards="none").scale_rewards == "none"
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------

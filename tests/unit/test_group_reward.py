@@ -92,12 +92,19 @@ def test_scores_are_checked() -> None:
 
     @group_reward
     def infinite(group: Group) -> list[float]:
-        return [float("nan")] * len(group)
+        return [float("inf")] * len(group)
+
+    @group_reward
+    def unscorable(group: Group) -> list[float | None]:
+        return [None, float("nan")]  # one meaning, as in TRL
 
     with pytest.raises(ValueError, match="too_few gave 1 values for a group of 2"):
         score_groups(too_few, [make_group(["a", "b"])])
-    with pytest.raises(ValueError, match="infinite gave nan"):
+    with pytest.raises(ValueError, match="infinite gave inf"):
         score_groups(infinite, [make_group(["a", "b"])])
+    first, second = score_groups(unscorable, [make_group(["a", "b"])])
+    assert first is None
+    assert second != second
 
 
 def test_stock_trl_call_equals_whole_groups() -> None:
