@@ -40,6 +40,11 @@ class RunRecord:
     notices: list[str] = field(default_factory=list)
 
     @property
+    def recorded(self) -> bool:
+        """Whether anything of a run is there, damaged or not."""
+        return bool(self.summary or self.metrics or self.before or self.after or self.during or self.notices)
+
+    @property
     def last_step(self) -> int:
         return max((series[-1][0] for series in self.metrics.values()), default=0)
 

@@ -63,14 +63,20 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     return Curated(folder, rows, report)
 
 
-def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
-    """The output folder; one that holds something else is refused, and `overwrite` forgets an earlier curation's samples."""
+def check_folder(recipe: CurationRecipe) -> Path:
+    """The output folder. ValueError for one that holds something else."""
     folder = recipe.output_dir
     strangers = folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file()
     if strangers:
         raise ValueError(
             f"`output_dir` {str(folder)!r} exists, is not empty and is no curation; choose another `--output_dir`"
         )
+    return folder
+
+
+def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
+    """The output folder; one that holds something else is refused, and `overwrite` forgets an earlier curation's samples."""
+    folder = check_folder(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
         for name in ("pass_rates.jsonl", "guesses.jsonl"):

@@ -103,7 +103,8 @@ def length_line(result: EvaluationResult) -> str:
     return "; ".join(pieces)
 
 
-def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+    """The output folder. ValueError for one that holds something else, or a finished run without ``overwrite``."""
     folder = recipe.output_dir
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         found = read_marker(folder / "run.json")
@@ -111,6 +112,11 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
             raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")
         if found.get("finished"):
             raise ValueError(f"`output_dir` {str(folder)!r} holds a finished run; choose another, or give --overwrite")
+    return folder
+
+
+def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+    folder = check_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     write_run(folder, {**_summary(recipe, []), "finished": False})
     return folder
@@ -121,8 +127,8 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
     reward = parts.build_reward(recipe.reward, "reward")
     loaded = parts.load_rows(recipe.data)
     parts.check_golds(loaded, [reward])
-    problems = [dict(row) for row in loaded]
     sampler = ModelSampler(path, recipe.sampling)
+    problems = _with_room([dict(row) for row in loaded], sampler)
     rates = pass_rates(
         problems,
         sampler,
@@ -134,6 +140,26 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
         label="samples",
     )
     return sampled(problems, rates, sampler.tokens)
+
+
+def _with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dict[str, Any]]:
+    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
+    context, completion = sampler.context, sampler.settings.max_completion_length
+    if context is None:
+        return problems
+    fitting = [problem for problem in problems if sampler.prompt_tokens(problem["prompt"]) + completion <= context]
+    if not fitting:
+        raise ValueError(
+            f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
+            f"{context}; lower `--max_completion_length`"
+        )
+    if len(fitting) < len(problems):
+        console.print(
+            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
+            f"max_completion_length={completion} tokens in the model's context of {context}",
+            highlight=False,
+        )
+    return fitting
 
 
 def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -> None:
