@@ -41,12 +41,7 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} is not in [0, 1]")
     a, b, out = Path(a_dir), Path(b_dir), Path(out_dir)
-    files_a, files_b = _tensor_files(a), _tensor_files(b)
-    if files_a.keys() != files_b.keys():
-        only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
-        raise ValueError(
-            f"the checkpoints hold different tensors: only in {a}: {only_a[:5]}; only in {b}: {only_b[:5]}"
-        )
+    files_a, files_b = check_mergeable(a, b)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not empty; choose a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +58,18 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
             out.rmdir()
         unfinished.rename(out)
     return out
+
+
+def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Tensor → file of both folders. ValueError where a folder has no safetensors, or their tensors are not the same."""
+    a, b = Path(a_dir), Path(b_dir)
+    files_a, files_b = _tensor_files(a), _tensor_files(b)
+    if files_a.keys() != files_b.keys():
+        only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
+        raise ValueError(
+            f"the checkpoints hold different tensors: only in {a}: {only_a[:5]}; only in {b}: {only_b[:5]}"
+        )
+    return files_a, files_b
 
 
 def is_of_a_model(name: str) -> bool:

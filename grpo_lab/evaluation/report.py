@@ -110,20 +110,21 @@ def summary_groups(summary: Mapping[str, Any]) -> list[SummaryGroup]:
         if key == "name":  # the page's heading
             continue
         if isinstance(value, Mapping) and key not in ("objective", "advantage"):
-            entries = [(str(name), _text(name, inner)) for name, inner in value.items()]
+            entries = [(str(name), text_of(name, inner)) for name, inner in value.items()]
             groups.append(SummaryGroup(str(key).replace("_", " "), entries or [("", "none")]))
         else:
-            plain.append((SUMMARY_NAMES.get(key, str(key).replace("_", " ")), _text(key, value)))
+            plain.append((SUMMARY_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     return [SummaryGroup("run", plain), *groups] if plain else groups
 
 
-def _text(key: object, value: Any) -> str:
+def text_of(key: object, value: Any) -> str:
+    """A value of run.json as a reader wants it; ``key`` `seconds` is a duration."""
     if str(key) == "seconds" and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12:
         return duration(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_text(name, inner)}" for name, inner in value.items())
+        return ", ".join(f"{name}: {text_of(name, inner)}" for name, inner in value.items())
     if isinstance(value, list):
-        return ", ".join(_text("", inner) for inner in value)
+        return ", ".join(text_of("", inner) for inner in value)
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None or isinstance(value, bool):

@@ -57,7 +57,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """Everything that can be read from ``folder``; ValueError only if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; a report needs the output folder of a run")
+        raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
     record = RunRecord(folder)
     record.summary = _read_summary(folder / "run.json", record.notices)
     record.metrics = _read_metrics(folder / "metrics.jsonl", record.notices)

@@ -56,8 +56,8 @@ def _samples(files: dict[str, Path]) -> str:
     return f"{', '.join(found)} (the same command goes on)" if found else "no samples yet"
 
 
-def _problems(file: Path) -> int:
-    """Whole lines after the header."""
+def problems_in(file: Path) -> int:
+    """How many problems a file of samples holds: its whole lines after the header."""
     return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
 
 

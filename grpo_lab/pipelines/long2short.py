@@ -30,6 +30,7 @@ from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.trainer.preference import check_training
 
 console = Console()
 
@@ -51,6 +52,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         ValueError: a finished run or something else in the folder, no rows to train on, or a setting that does not fit.
     """
     began = time.perf_counter()
+    if recipe.method != "merge":
+        check_training(recipe.method, dict(recipe.training))
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
     parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.pipelines import curate, long2short, parts
 from grpo_lab.pipelines.curation_filters import check_balance_column
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
@@ -24,6 +25,7 @@ from grpo_lab.pipelines.kept import problems_in
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.recipe import DataSection, RewardSection
 from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.trainer.preference import check_training
 
 
 def show(name: str, facts: Mapping[str, str], console: Console | None = None) -> None:
@@ -61,12 +63,13 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[st
 def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> dict[str, str]:
     """What `grpo-lab long2short` will do, in words. ValueError for what would stop it."""
     folder = long2short.check_folder(recipe, overwrite)
-    parts.check_evaluation(recipe.evaluation)
     facts = {"method": recipe.method, "model": _model(str(recipe.model.path))}
     if recipe.method == "merge":
-        facts |= {"short model": _model(str(recipe.short_model)), "share of the model": f"{recipe.alpha:g}"}
+        check_mergeable(str(recipe.model.path), str(recipe.short_model))
+        facts |= {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
     else:
         assert recipe.data is not None
+        check_training(recipe.method, dict(recipe.training))
         rows = _rows(recipe.data, "data", recipe.reward)
         file = Path(recipe.samples or folder / "samples.jsonl")
         facts |= {"rows": _count(rows, recipe.data), "reward": told(recipe.reward)}
@@ -76,7 +79,10 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> dic
         facts["training"] = ", ".join(f"{k} {v}" for k, v in recipe.training.items()) or "TRL's defaults"
     if recipe.evaluation is not None:
         when = "before and after" if recipe.evaluation.before else "after"
-        facts["evaluation"] = f"{when}: {told(recipe.evaluation.data)}, {told(recipe.evaluation.reward)}"
+        held_out = _rows(recipe.evaluation.data, "evaluation.data")
+        parts.build_reward(recipe.evaluation.reward, "evaluation.reward")
+        count = _count(held_out, recipe.evaluation.data)
+        facts["evaluation"] = f"{when}: {count}, judged by {told(recipe.evaluation.reward)}"
     return {**facts, "output folder": str(folder)}
 
 
