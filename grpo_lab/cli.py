@@ -107,7 +107,9 @@ def _add_measuring(commands: Commands) -> None:
 
     compare = commands.add_parser("compare", help="two or more runs side by side: table, curves, paired test")
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders; the first is the baseline")
-    compare.add_argument("--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)")
+    compare.add_argument(
+        "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
+    )
     compare.set_defaults(run=_compare)
 
 

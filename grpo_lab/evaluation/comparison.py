@@ -126,7 +126,9 @@ def _record(path: Path) -> RunRecord:
             record.after = EvaluationResult.read(path)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} holds an evaluation that cannot be read: {error}") from error
-        record.notices.append(f"one evaluation and no run; the model is {record.after.settings.get('model', 'not recorded')}")
+        record.notices.append(
+            f"one evaluation and no run; the model is {record.after.settings.get('model', 'not recorded')}"
+        )
     if not record.recorded:
         raise ValueError(f"{path} holds nothing of a run and no evaluation; name output folders of train or evaluate")
     return record

@@ -29,7 +29,9 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
     """Write the page. ValueError where ``path`` is a file that is no comparison, or cannot be written to."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"--output {str(path)!r} is a folder; name the page, such as {str(path / 'comparison.html')!r}")
+        raise ValueError(
+            f"--output {str(path)!r} is a folder; name the page, such as {str(path / 'comparison.html')!r}"
+        )
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
         raise ValueError(f"--output {str(path)!r} exists and is no comparison; choose another file")
     try:
@@ -114,7 +116,7 @@ def _column(result: Any) -> list[tuple[str, str]]:
 def panel_views(runs: tuple[Compared, ...]) -> list[PanelView]:
     """Curves with one line a run; quantities that no run recorded are left out."""
     views = [_view("Held-out accuracy", "Bars: 95% Wilson interval over problems.", "share of problems correct",
-                   [accuracy_line(run.record, run.name) for run in runs], share=True)]  # fmt: skip
+                   [_accuracy(run) for run in runs], share=True)]  # fmt: skip
     components = sorted(
         {name for run in runs for name in run.record.metrics if re.fullmatch(r"rewards/.+/mean", name, re.DOTALL)}
     )
@@ -129,6 +131,12 @@ def panel_views(runs: tuple[Compared, ...]) -> list[PanelView]:
             shape = {"share": panel.share, "from_zero": panel.from_zero, "rule": panel.rule}
             views.append(_view(title, panel.meaning, panel.unit, lines, **shape))
     return [view for view in views if view is not None]
+
+
+def _accuracy(run: Compared) -> Line:
+    """Of a run; a lone evaluation belongs to no step."""
+    record = run.record
+    return accuracy_line(record, run.name) if record.metrics or record.before or record.during else Line(run.name, [])
 
 
 def _view(title: str, meaning: str, unit: str, lines: list[Line], **shape: Any) -> Any:

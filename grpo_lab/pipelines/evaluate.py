@@ -13,14 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.pipelines.like import held_out_like
-from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, data_section
+from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
+from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, data_section
 from grpo_lab.pipelines.recipe_file import parse_overrides
 
 WORD_PROBLEMS = 500
 """Word problems that are made where neither `--n` nor `--limit` says how many."""
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
-_TAKEN = ("seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite")
+_TAKEN = (
+    "seed",
+    "mode",
+    "model",
+    "limit",
+    "output",
+    "batch_size",
+    "n_samples",
+    "temperature",
+    "tokenizer",
+    "overwrite",
+)
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
 
@@ -41,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or hub name")
     rows = parser.add_argument_group("rows")
     rows.add_argument("--data", help="file, gsm8k, math or word_problems (or give --like)", **given)
-    rows.add_argument("--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed")
-    rows.add_argument("--source", help="hub name, folder, or jsonl or parquet file of the rows (file, gsm8k, math)", **given)
+    rows.add_argument(
+        "--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed"
+    )
+    rows.add_argument(
+        "--source", help="hub name, folder, or jsonl or parquet file of the rows (file, gsm8k, math)", **given
+    )
     rows.add_argument(
         "--split",
         help="default: test. gsm8k: train, test; math: of its source; file: the file's stem in a folder; "
@@ -50,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         **given,
     )
     rows.add_argument("--template", help="prompt template: r1, qwen_math, none, chat (the default)", **given)
-    rows.add_argument("--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)", **given)
+    rows.add_argument(
+        "--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)", **given
+    )
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
             words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]
@@ -60,23 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--mode", choices=["strict", "lenient"], help="how answers are read (default: strict)", **given)
     how.add_argument("--max-new-tokens", type=int, help="default: 512", **given)
     how.add_argument("--batch-size", type=int, help="default: 64", **given)
-    how.add_argument("--n-samples", type=int, help="sampled completions a problem, besides greedy (default: 0)", **given)
+    how.add_argument(
+        "--n-samples", type=int, help="sampled completions a problem, besides greedy (default: 0)", **given
+    )
     how.add_argument("--temperature", type=float, help="of the samples (default: 1.0)", **given)
     how.add_argument("--seed", type=int, help="of the samples (default: 0); the rows' is --data.seed", **given)
     how.add_argument("--tokenizer", help="another tokenizer's folder (default: the model's own)")
-    parser.add_argument("--output", type=Path, help="new folder for per-problem outputs (parquet, jsonl) and summary.json")
+    parser.add_argument(
+        "--output", type=Path, help="new folder for per-problem outputs (parquet, jsonl) and summary.json"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in the output folder")
-
-
-def loader_arguments() -> dict[str, list[str]]:
-    """Argument → the loaders that take it."""
-    from grpo_lab.pipelines import parts
-
-    found: dict[str, list[str]] = {}
-    for loader in parts.LOADERS:
-        for name in parts.loader_signature(loader).parameters:
-            found.setdefault(name, []).append(loader)
-    return found
 
 
 def run(known: argparse.Namespace) -> int:
@@ -108,7 +119,9 @@ def run(known: argparse.Namespace) -> int:
     if known.output is not None:
         print(f"outcomes: {known.output}")
     if stopped:
-        where = f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
+        where = (
+            f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
+        )
         raise KeyboardInterrupt(f"the {len(result.outcomes):,} answers that were there: {where}")
     return 0
 
@@ -123,12 +136,19 @@ def plan_of(known: argparse.Namespace) -> Plan:
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
     rows |= {name: said[name] for name in ("split", "source") if name in said}
     if ("data" in said) == (known.like is not None):
-        raise ValueError("give one of --data (file, gsm8k, math, word_problems) and --like (a run's folder, or a recipe)")
+        raise ValueError(
+            "give one of --data (file, gsm8k, math, word_problems) and --like (a run's folder, or a recipe)"
+        )
     if known.like is not None:
         like = held_out_like(known.like)
         plan = Plan(like.section, like.max_new_tokens, like.seed)
         data = plan.section.data
-        written = {"loader": data.loader, "template": data.template, "limit": data.limit, **data.arguments}
+        written: dict[str, Any] = {
+            "loader": data.loader,
+            "template": data.template,
+            "limit": data.limit,
+            **data.arguments,
+        }
     else:
         plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), batch_size=64), 512, 0)
         written = {"loader": said["data"], "split": "test"}
@@ -136,7 +156,8 @@ def plan_of(known: argparse.Namespace) -> Plan:
             written["n"] = said.get("limit", WORD_PROBLEMS)
     written |= {**rows, **{name: said[name] for name in ("template", "limit") if name in said}}
     section = replace(plan.section, data=with_every_argument(data_section(written, "--data")))
-    section = replace(section, **{name: said[name] for name in ("batch_size", "n_samples", "temperature") if name in said})
+    generation: Any = {name: said[name] for name in ("batch_size", "n_samples", "temperature") if name in said}
+    section = replace(section, **generation)
     if "mode" in said:
         section = _judged(section, said["mode"])
     if "max_new_tokens" in said:
@@ -146,21 +167,20 @@ def plan_of(known: argparse.Namespace) -> Plan:
 
 def _judged(section: EvaluationSection, mode: str) -> EvaluationSection:
     if section.reward.name != "accuracy":
-        raise ValueError(f"--mode is of the reward `accuracy`, and --like names {section.reward.name!r}; leave --mode out")
+        raise ValueError(
+            f"--mode is of the reward `accuracy`, and --like names {section.reward.name!r}; leave --mode out"
+        )
     return replace(section, reward=replace(section.reward, arguments={**section.reward.arguments, "mode": mode}))
 
 
 def with_every_argument(section: DataSection) -> DataSection:
     """``section`` with its loader's defaults written out. ValueError for arguments that the loader does not take."""
-    from grpo_lab.pipelines import parts
-
-    signature = parts.loader_signature(section.loader, "--data")
-    allowed = [name for name in signature.parameters if name != "template"]
+    allowed = [name for name in loader_signature(section.loader, "--data").parameters if name != "template"]
     for name in section.arguments:
         if name not in allowed:
             option = f"--{name}" if name in _ROWS else f"--data.{name}"
             raise ValueError(f"{option}: the loader {section.loader!r} takes {', '.join(allowed)}")
-    return replace(section, arguments=parts.every_argument(section))
+    return replace(section, arguments=every_argument(section))
 
 
 def title(model: str, plan: Plan) -> str:
@@ -169,7 +189,9 @@ def title(model: str, plan: Plan) -> str:
 
     section = plan.section
     limits = f"max_new_tokens {plan.max_new_tokens}, seed {plan.seed}"
-    return f"{model} on {told(replace(section.data, arguments=_telling(section.data)))}, {told(section.reward)}, {limits}"
+    return (
+        f"{model} on {told(replace(section.data, arguments=_telling(section.data)))}, {told(section.reward)}, {limits}"
+    )
 
 
 def _telling(section: DataSection) -> dict[str, Any]:
@@ -195,14 +217,18 @@ def claim_output(folder: Path, overwrite: bool) -> None:
                 f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
             )
         if not overwrite:
-            raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
+            raise ValueError(
+                f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".grpo-lab-can-write"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder") from error
+        raise ValueError(
+            f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
 
 
 _FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet")
@@ -221,7 +247,9 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
     there: Mapping[str, Any] = {**own.arguments, "template": own.template, "limit": own.limit}
     here: Mapping[str, Any] = {**data.arguments, "template": data.template, "limit": data.limit}
     other = [f"{name} {there[name]}" for name in there if there[name] is not None and there[name] != here.get(name)]
-    return f"this model's own run was evaluated with {', '.join(other)}; --like {known.model} takes that" if other else ""
+    return (
+        f"this model's own run was evaluated with {', '.join(other)}; --like {known.model} takes that" if other else ""
+    )
 
 
 def _value(name: str, text: str) -> Any:

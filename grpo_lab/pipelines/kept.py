@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,12 @@ def _of_curation(known: argparse.Namespace, words: list[str]) -> str:
 
 
 def _of_long2short(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.long2short import samples_file
     from grpo_lab.pipelines.long2short_recipe import read_long2short_recipe
     from grpo_lab.pipelines.recipe_file import parse_overrides
 
     recipe = read_long2short_recipe(known.config, parse_overrides(words))
-    return _samples({"samples": Path(recipe.samples or recipe.output_dir / "samples.jsonl")})
+    return _samples({"samples": samples_file(recipe)})
 
 
 def _samples(files: dict[str, Path]) -> str:
@@ -59,6 +61,20 @@ def _samples(files: dict[str, Path]) -> str:
 def problems_in(file: Path) -> int:
     """How many problems a file of samples holds: its whole lines after the header."""
     return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+
+
+def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
+    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is loaded."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        first = lines.readline()
+    try:
+        there = json.loads(first)["n"]
+    except (ValueError, KeyError, TypeError):
+        return  # torn or of somebody else: said where the samples are read
+    if there != n:
+        raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
 
 
 _OF: dict[str, Any] = {"train": _of_training, "curate": _of_curation, "long2short": _of_long2short}

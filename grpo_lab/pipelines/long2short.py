@@ -26,6 +26,7 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.kept import refuse_other_count
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
 from grpo_lab.pipelines.sampler import ModelSampler
@@ -62,7 +63,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         rows: list[dict[str, Any]] = []
         _merge(recipe, path, folder)
     else:
-        rows = build_rows(recipe, _samples(recipe, path, folder))
+        rows = build_rows(recipe, _samples(recipe, path))
         write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
         _train(recipe, rows, folder)
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
@@ -125,11 +126,18 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     return folder
 
 
-def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]:
+def samples_file(recipe: Long2ShortRecipe) -> Path:
+    """Where the samples are: the recipe's ``samples``, else in the output folder."""
+    return Path(recipe.samples or recipe.output_dir / "samples.jsonl")
+
+
+def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
     assert recipe.data is not None
     reward = parts.build_reward(recipe.reward, "reward")
     loaded = parts.load_rows(recipe.data)
     parts.check_golds(loaded, [reward])
+    file = samples_file(recipe)
+    refuse_other_count(file, recipe.sampling.n_samples, "n_samples", "remove it, or name another with `--samples`")
     sampler = ModelSampler(path, recipe.sampling)
     problems = _with_room([dict(row) for row in loaded], sampler)
     rates = pass_rates(
@@ -137,7 +145,7 @@ def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]
         sampler,
         reward,
         recipe.sampling.n_samples,
-        path=recipe.samples or folder / "samples.jsonl",
+        path=file,
         settings={**sampler.identity(), "reward": told(recipe.reward)},
         batch_size=recipe.sampling.problems_per_save,
         label="samples",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,7 +28,9 @@ MAX_UNPARSEABLE_GOLDS = 0.01
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:
     """The rows that ``section`` describes. Raises ``ValueError`` naming the setting."""
-    load = _loader(section.loader, where)
+    if section.loader not in LOADERS:
+        raise ValueError(f"`{where}.loader` is {section.loader!r}; it must be one of {sorted(LOADERS)}")
+    load = getattr(import_module("grpo_lab.data"), LOADERS[section.loader])
     try:
         rows = load(**section.arguments, template=section.template)
     except TypeError as error:
@@ -37,24 +38,6 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     if section.limit is not None:
         rows = rows.select(range(min(section.limit, len(rows))))
     return rows
-
-
-def loader_signature(name: str, where: str = "data") -> inspect.Signature:
-    """What the loader ``name`` takes, with its defaults. ValueError for an unknown loader."""
-    return inspect.signature(_loader(name, where))
-
-
-def every_argument(section: DataSection) -> dict[str, Any]:
-    """The section's arguments and, where it says nothing, the loader's defaults; `template` stands apart."""
-    parameters = loader_signature(section.loader).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name != "template" and p.default is not p.empty}
-    return {**defaults, **section.arguments}
-
-
-def _loader(name: str, where: str) -> Any:
-    if name not in LOADERS:
-        raise ValueError(f"`{where}.loader` is {name!r}; it must be one of {sorted(LOADERS)}")
-    return getattr(import_module("grpo_lab.data"), LOADERS[name])
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:

@@ -30,9 +30,7 @@ from grpo_lab.trainer.preference import check_training
 
 def show(name: str, facts: Mapping[str, str], console: Console | None = None) -> None:
     """The plan as a table."""
-    table = Table(
-        title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left"
-    )
+    table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for fact, value in facts.items():
@@ -43,6 +41,8 @@ def show(name: str, facts: Mapping[str, str], console: Console | None = None) ->
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[str, str]:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
     folder = curate.check_folder(recipe)
+    if not overwrite:
+        curate.check_counts(recipe)
     rows = _rows(recipe.data, "data", recipe.reward)
     if rows is not None:
         check_balance_column(recipe, rows.column_names)
@@ -50,7 +50,10 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[st
     against = recipe.filters.contamination.against if recipe.filters.contamination else ()
     for place, section in enumerate(against):
         _rows(section, f"filters.contamination.against.{place}")
-    facts = {"rows": _count(rows, recipe.data), **{f"filter: {k}": told(v) for k, v in filters.items() if v is not None}}
+    facts = {
+        "rows": _count(rows, recipe.data),
+        **{f"filter: {k}": told(v) for k, v in filters.items() if v is not None},
+    }
     if recipe.model is not None:
         facts |= {
             "reward": told(recipe.reward),
@@ -71,7 +74,7 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> dic
         assert recipe.data is not None
         check_training(recipe.method, dict(recipe.training))
         rows = _rows(recipe.data, "data", recipe.reward)
-        file = Path(recipe.samples or folder / "samples.jsonl")
+        file = long2short.samples_file(recipe)
         facts |= {"rows": _count(rows, recipe.data), "reward": told(recipe.reward)}
         facts |= _sampling(recipe.sampling, rows, file, overwrite=False)
         if recipe.method in ("dpo", "simpo"):
@@ -93,7 +96,7 @@ def _rows(section: DataSection, where: str, reward: RewardSection | None = None)
     try:
         rows = parts.load_rows(section, where)
     except (ValueError, OSError):
-        if section.loader == "word_problems" or source is not None and Path(str(source)).expanduser().exists():
+        if section.loader == "word_problems" or (source is not None and Path(str(source)).expanduser().exists()):
             raise
         if source is not None and (str(source).count("/") != 1 or Path(str(source)).suffix):
             raise
@@ -111,7 +114,9 @@ def _model(path: str) -> str:
     """``path``, looked at where it is local. ValueError for a folder without a model."""
     if not Path(path).is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise ValueError(f"`model.path` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")
+            raise ValueError(
+                f"`model.path` is {path!r}: no such folder (a saved model, or a hub name such as org/model)"
+            )
         return f"{path} (a hub name: loaded when sampling starts)"
     names = ("config.json", "adapter_config.json")
     if not any((Path(path) / name).is_file() for name in names):

@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.loader_arguments import every_argument
 from grpo_lab.pipelines.recipe import EvaluationSection
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def evaluate_saved_model(
 
 def about(model: str, section: EvaluationSection) -> dict[str, Any]:
     """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
-    arguments = parts.every_argument(section.data)
+    arguments = every_argument(section.data)
     judge = {"name": section.reward.name, **section.reward.arguments}
     return {
         "model": model,
