@@ -154,7 +154,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
         written = {"loader": said["data"], "split": "test"}
         if said["data"] == "word_problems":
             written["n"] = said.get("limit", WORD_PROBLEMS)
-    written |= {**rows, **{name: said[name] for name in ("template", "limit") if name in said}}
+    written = {**written, **rows, **{name: said[name] for name in ("template", "limit") if name in said}}
     section = replace(plan.section, data=with_every_argument(data_section(written, "--data")))
     generation: Any = {name: said[name] for name in ("batch_size", "n_samples", "temperature") if name in said}
     section = replace(section, **generation)

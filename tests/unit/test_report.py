@@ -163,7 +163,7 @@ def test_a_run_that_left_nothing_gives_a_report_that_says_so(tmp_path):
     (tmp_path / "run.json").write_text('{"name": "nothing yet"}')
     page = page_of(tmp_path)
     assert_self_contained(page)
-    assert page.text.count("not recorded") == 3 + 1 + 8 + 1 + 1  # cards, evaluation, plots, answers, metrics
+    assert page.text.count("not recorded") == 3 + 1 + 1 + 8 + 1 + 1  # cards, run, evaluation, plots, answers, metrics
     assert "looked for: groups/dead_share, frac_reward_zero_std" in page.text
 
 
