@@ -1,9 +1,10 @@
-"""``grpo-lab train | curate | long2short | evaluate | serve | report``: the command line."""
+"""``grpo-lab train | curate | long2short | evaluate | serve | report | compare``: the command line."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,26 +36,38 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         print(f"grpo-lab: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 3
+    except KeyboardInterrupt as stop:
+        if known.traceback:
+            raise
+        return _stopped(known, rest, stop)
+
+
+def _stopped(known: argparse.Namespace, rest: list[str], stop: KeyboardInterrupt) -> int:
+    """Ctrl-C: one line with what was kept, of the first process only. 130 is what shells give for it."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        from grpo_lab.pipelines.kept import kept
+
+        print(f"\ngrpo-lab: stopped; kept: {kept(known, rest, stop)}", file=sys.stderr, flush=True)
+    return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="grpo-lab", description="Reinforcement learning from verifiable rewards, on TRL."
     )
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of a user error")
+    from grpo_lab import __version__
+
+    parser.add_argument("--version", action="version", version=f"grpo-lab {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of a user error or of Ctrl-C")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_pipelines(commands)
-    _add_evaluate(commands)
+    _add_measuring(commands)
 
     from grpo_lab.rollouts import serve
 
     server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
     serve.add_arguments(server)
     server.set_defaults(run=_serve)
-
-    report = commands.add_parser("report", help="write a run's HTML report")
-    report.add_argument("run_dir", type=Path, help="the run's output folder")
-    report.set_defaults(run=_report)
     return parser
 
 
@@ -73,37 +86,37 @@ def _add_pipelines(commands: Commands) -> None:
     curate.add_argument(
         "--config", required=True, help="a recipe, see recipes/kimi/curate.yaml; override with --key value"
     )
+    curate.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
     curate.add_argument("--overwrite", action="store_true", help="sample anew in a folder that holds a curation")
     curate.set_defaults(run=_curate)
 
     short = commands.add_parser("long2short", help="make a model right in fewer tokens: SFT, DPO, SimPO or merging")
     short.add_argument("--config", required=True, help="a recipe, see recipes/kimi/long2short_*.yaml")
+    short.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
     short.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
     short.set_defaults(run=_long2short)
 
 
-def _add_evaluate(commands: Commands) -> None:
-    evaluate = commands.add_parser("evaluate", help="greedy and sampled accuracy of a model with a 95%% interval")
-    evaluate.add_argument("model", help="folder or hub name")
-    evaluate.add_argument("--data", required=True, help="gsm8k, math or word_problems")
-    evaluate.add_argument("--source", help="hub name, folder or jsonl file of the data (gsm8k, math)")
-    evaluate.add_argument("--split", default="test", help="split; word_problems: train or heldout")
-    evaluate.add_argument("--template", default="chat", help="prompt template: r1, qwen_math, none, chat")
-    evaluate.add_argument("--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)")
-    evaluate.add_argument("--mode", default="strict", choices=["strict", "lenient"], help="how answers are read")
-    evaluate.add_argument("--max-new-tokens", type=int, default=512)
-    evaluate.add_argument("--batch-size", type=int, default=64)
-    evaluate.add_argument("--n-samples", type=int, default=0, help="sampled completions a problem, besides greedy")
-    evaluate.add_argument("--temperature", type=float, default=1.0)
-    evaluate.add_argument("--seed", type=int, default=0)
-    evaluate.add_argument("--output", type=Path, help="folder for per-problem outputs (parquet, jsonl) and the summary")
-    evaluate.set_defaults(run=_evaluate)
+def _add_measuring(commands: Commands) -> None:
+    """What looks at what is there: evaluate, report, compare."""
+    from grpo_lab.pipelines import evaluate
 
+    measured = commands.add_parser(
+        "evaluate", help="greedy and sampled accuracy of a model with a 95%% interval", allow_abbrev=False
+    )
+    evaluate.add_arguments(measured)
+    measured.set_defaults(run=lambda known, _: evaluate.run(known))
 
-def _at_least_one(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+    report = commands.add_parser("report", help="write a run's HTML report")
+    report.add_argument("run_dir", type=Path, help="the run's output folder")
+    report.set_defaults(run=_report)
+
+    compare = commands.add_parser("compare", help="two or more runs side by side: table, curves, paired test")
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders; the first is the baseline")
+    compare.add_argument(
+        "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
+    )
+    compare.set_defaults(run=_compare)
 
 
 def _train(known: argparse.Namespace, rest: list[str]) -> int:
@@ -128,54 +141,34 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _curate(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.curate import curate
-    from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-    from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
+    from grpo_lab.pipelines.curation_recipe import read_curation_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
 
-    written = read_yaml(known.config, parse_overrides(rest))
-    curate(curation_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)
+    recipe = read_curation_recipe(known.config, parse_overrides(rest))
+    if known.dry_run:
+        from grpo_lab.pipelines.plan import plan_of_curation, show
+
+        show(recipe.name, plan_of_curation(recipe, known.overwrite))
+        return 0
+    from grpo_lab.pipelines.curate import curate
+
+    curate(recipe, overwrite=known.overwrite)
     return 0
 
 
 def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.long2short_recipe import read_long2short_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+
+    recipe = read_long2short_recipe(known.config, parse_overrides(rest))
+    if known.dry_run:
+        from grpo_lab.pipelines.plan import plan_of_long2short, show
+
+        show(recipe.name, plan_of_long2short(recipe, known.overwrite))
+        return 0
     from grpo_lab.pipelines.long2short import long2short
-    from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-    from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 
-    written = read_yaml(known.config, parse_overrides(rest))
-    long2short(long2short_recipe_from(written, Path(known.config).stem), overwrite=known.overwrite)
-    return 0
-
-
-def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.evaluation import evaluate, terminal_summary
-    from grpo_lab.pipelines.parts import load_rows
-    from grpo_lab.pipelines.recipe import DataSection
-    from grpo_lab.pipelines.saved_model import load_saved_model
-    from grpo_lab.rewards import AccuracyReward
-
-    arguments: dict[str, object] = {"split": known.split}
-    if known.source:
-        arguments["source"] = known.source
-    if known.data == "word_problems":
-        arguments["n"] = known.limit or 500
-    rows = load_rows(DataSection(known.data, known.template, known.limit, arguments))
-    model, tokenizer = load_saved_model(known.model, use_cpu=False)
-    result = evaluate(
-        model,
-        tokenizer,
-        rows,
-        reward=AccuracyReward(mode=known.mode),
-        max_new_tokens=known.max_new_tokens,
-        batch_size=known.batch_size,
-        n_samples=known.n_samples,
-        temperature=known.temperature,
-        seed=known.seed,
-    )
-    if known.output is not None:
-        result.write(known.output)
-    title = f"{known.model} on {known.data} (template {known.template}, {known.mode})"
-    terminal_summary(None, result, title=title, report=known.output)
+    long2short(recipe, overwrite=known.overwrite)
     return 0
 
 
@@ -189,6 +182,17 @@ def _report(known: argparse.Namespace, _: list[str]) -> int:
     from grpo_lab.evaluation import write_report
 
     print(f"report: {write_report(known.run_dir)}")
+    return 0
+
+
+def _compare(known: argparse.Namespace, _: list[str]) -> int:
+    from grpo_lab.evaluation.comparison import compare
+    from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
+
+    found = compare(known.runs)
+    page = write_comparison(found, known.output)
+    print_comparison(found)
+    print(f"comparison: {page}")
     return 0
 
 

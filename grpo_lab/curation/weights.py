@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,20 @@ if TYPE_CHECKING:
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OF_A_MODEL = (
+    *("config.json", "configuration.json", "generation_config.json", _INDEX),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.tiktoken", "spiece.model", "sentencepiece*.model", "chat_template.*", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json"),
+    *("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
 
 
 def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, alpha: float = 0.5) -> Path:
     """Write the average of two Hugging Face checkpoint folders (safetensors, one file or sharded) to a new folder.
 
-    Everything that is no weight file (config, tokenizer, generation settings) is copied from `a_dir`; the shards are
-    cut as in `a_dir`. The folder appears under its name only when it is complete. Tensors that are not floating point
+    What else a model is (config, tokenizer, generation settings, code, licence: `is_of_a_model`) is copied from `a_dir`, and
+    nothing that tells how it was trained (README, metrics, recipe, report). The shards are cut as in `a_dir`. The folder appears under its name only when it is complete. Tensors that are not floating point
     (buffers) have to be equal.
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
@@ -33,12 +41,7 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} is not in [0, 1]")
     a, b, out = Path(a_dir), Path(b_dir), Path(out_dir)
-    files_a, files_b = _tensor_files(a), _tensor_files(b)
-    if files_a.keys() != files_b.keys():
-        only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
-        raise ValueError(
-            f"the checkpoints hold different tensors: only in {a}: {only_a[:5]}; only in {b}: {only_b[:5]}"
-        )
+    files_a, files_b = check_mergeable(a, b)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not empty; choose a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,12 +52,30 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
             names = [name for name, file in files_a.items() if file == shard]
             _write_shard(a / shard, {name: b / files_b[name] for name in names}, unfinished / shard, alpha)
         for file in a.iterdir():
-            if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt", ".pth"}:
+            if file.is_file() and is_of_a_model(file.name):
                 shutil.copy2(file, unfinished / file.name)
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
     return out
+
+
+def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Tensor → file of both folders. ValueError where a folder has no safetensors, or their tensors are not the same."""
+    a, b = Path(a_dir), Path(b_dir)
+    files_a, files_b = _tensor_files(a), _tensor_files(b)
+    if files_a.keys() != files_b.keys():
+        only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
+        raise ValueError(
+            f"the checkpoints hold different tensors: only in {a}: {only_a[:5]}; only in {b}: {only_b[:5]}"
+        )
+    return files_a, files_b
+
+
+def is_of_a_model(name: str) -> bool:
+    """Whether a file of that name belongs to a checkpoint besides its weights: `save_pretrained` of transformers' models,
+    tokenizers and processors writes it, or it is code or a licence that goes with the weights."""
+    return any(fnmatch(name, pattern) for pattern in _OF_A_MODEL)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML reports."""
 
 from grpo_lab.evaluation.generation import Completion, Generate, TransformersGenerator
-from grpo_lab.evaluation.measure import evaluate
+from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.report import write_report
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
@@ -17,6 +17,7 @@ from grpo_lab.evaluation.terminal import headline, terminal_summary
 __all__ = [
     "Completion",
     "EvaluationResult",
+    "EvaluationStopped",
     "Generate",
     "Interval",
     "Outcome",

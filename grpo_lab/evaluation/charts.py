@@ -16,7 +16,10 @@ SMOOTH_FROM = 20
 _MOST_POINTS = 300
 
 # Okabe & Ito's colour-blind-safe palette; the dash tells lines apart without any colour at all.
-STYLES = [("#0072B2", ""), ("#D55E00", "7 4"), ("#009E73", "2 3"), ("#A8558A", "9 3 2 3"), ("#6B7280", "1 3")]
+STYLES = [
+    *[("#0072B2", ""), ("#D55E00", "7 4"), ("#009E73", "2 3"), ("#A8558A", "9 3 2 3"), ("#6B7280", "1 3")],
+    *[("#B8860B", "12 4"), ("#3A9BD9", "5 2 1 2"), ("#000000", "3 6")],
+]
 
 
 @dataclass(frozen=True)

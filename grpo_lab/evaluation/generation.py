@@ -21,6 +21,14 @@ class Completion:
     truncated: bool
 
 
+class GenerationStopped(KeyboardInterrupt):
+    """Ctrl-C while completions were made. ``completions``: those that were ready, None in the place of the others."""
+
+    def __init__(self, completions: Sequence[Sequence[Completion | None]]) -> None:
+        super().__init__("stopped while completions were made")
+        self.completions = completions
+
+
 class Generate(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
@@ -114,6 +122,8 @@ class TransformersGenerator:
                     for (index, sample), ids in zip(batch, written, strict=True):
                         completions[index][sample] = self._completion(ids, stops)
                     bar.update(len(batch))
+        except KeyboardInterrupt:
+            raise GenerationStopped(completions) from None
         finally:
             self.model.train(was_training)
         return [[c for c in row if c is not None] for row in completions]
@@ -144,14 +154,29 @@ class TransformersGenerator:
         return stops[0] if pad is None else int(pad)
 
     def _refuse_overlong(self, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(self.model)
         longest = max(len(ids) for ids in prompts)
         if context is not None and longest + max_new_tokens > context:
-            raise ValueError(
-                f"the longest prompt has {longest} tokens and max_new_tokens is {max_new_tokens}: together "
-                f"{longest + max_new_tokens}, but the model's context (max_position_embeddings) is {context}. "
-                f"Lower max_new_tokens to at most {context - longest} or leave out the longest prompts."
-            )
+            raise ValueError(too_long("longest", longest, max_new_tokens, context))
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
+    """What is wrong with a prompt that leaves no room for ``max_new_tokens``, and what would help."""
+    helps = (
+        f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
+        if tokens < context
+        else "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
+    )
+    return (
+        f"the {which} prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}: together "
+        f"{tokens + max_new_tokens}, but the model's context (max_position_embeddings) is {context}. {helps}"
+    )
 
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.evaluation.answers import ReadAnswer, answer_reader
 from grpo_lab.evaluation.generation import (
     Completion,
     Generate,
+    GenerationStopped,
     RenderedPrompt,
     TransformersGenerator,
+    context_of,
     in_form_of,
     render_prompt,
+    too_long,
 )
 from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
 from grpo_lab.evaluation.result import EvaluationResult
@@ -24,6 +28,23 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Reward = Callable[..., "list[float | None]"]
+
+
+class EvaluationStopped(KeyboardInterrupt):
+    """Ctrl-C in the middle of an evaluation. ``result`` holds what was answered until then; its settings say so."""
+
+    def __init__(self, result: EvaluationResult) -> None:
+        super().__init__(f"stopped {result.stopped}")
+        self.result = result
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A problem that is put to the model: its index among the rows, the row, the prompt."""
+
+    index: int
+    row: Row
+    prompt: RenderedPrompt
 
 
 def evaluate(
@@ -50,26 +71,25 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (which may then be None): see :class:`Generate`
 
-    Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched.
-    An exception in ``generate`` or ``reward`` ends the evaluation. The model is used as it is, in this process: unwrap
-    a distributed one first.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
+    (`prompts_too_long`). Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random
+    state untouched. The model is used as it is, in this process: unwrap a distributed one first.
+
+    Raises:
+        EvaluationStopped: Ctrl-C after the first answers (a KeyboardInterrupt that holds what was answered). Any other
+            exception in ``generate`` or ``reward`` comes through.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
     _check_rows(problems)
     _check_settings(max_new_tokens, batch_size, n_samples, temperature)
     prompts = _render_all(problems, tokenizer, chat_template_kwargs)
-    generate = _generator(model, tokenizer, batch_size, progress) if generate is None else generate
+    asked = [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True))]
+    if generate is None:
+        generate = _generator(model, tokenizer, batch_size, progress)
+        asked = _fitting(asked, None if model is None else context_of(model), max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
-
-    outcomes: list[Outcome] = []
-    for kind, n, heat in _passes(n_samples, temperature):
-        ids = [prompt.ids for prompt in prompts]
-        completions = generate(ids, n=n, temperature=heat, max_new_tokens=max_new_tokens, seed=seed)
-        _check_completions(completions, len(prompts), n)
-        outcomes += _grade(kind, problems, prompts, completions, reward, read_answer)
-
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "n_samples": n_samples,
@@ -77,8 +97,27 @@ def evaluate(
         "seed": seed,
         "reward": getattr(reward, "__name__", type(reward).__name__),
         "answers_read": read_answer is not None,
+        "prompts_too_long": len(problems) - len(asked),
     }
-    return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+    outcomes: list[Outcome] = []
+    for kind, n, heat in _passes(n_samples, temperature):
+        ids = [one.prompt.ids for one in asked]
+        stopped = None
+        written: Sequence[Sequence[Completion | None]]
+        try:
+            written = generate(ids, n=n, temperature=heat, max_new_tokens=max_new_tokens, seed=seed)
+            _check_completions(written, len(asked), n)
+        except GenerationStopped as stop:
+            written = stop.completions
+            ready = sum(completion is not None for group in written for completion in group)
+            stopped = f"after {ready:,} of {len(asked) * n:,} {kind} answers, the longest prompts first"
+        outcomes += _grade(kind, asked, written, reward, read_answer)
+        seconds = time.perf_counter() - started
+        if stopped:
+            stopped_settings = {**settings, "stopped": stopped}
+            raise EvaluationStopped(EvaluationResult(tuple(outcomes), stopped_settings, seconds)) from None
+    return EvaluationResult(tuple(outcomes), settings, seconds)
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
@@ -95,31 +134,46 @@ def _generator(
     return TransformersGenerator(model, tokenizer, batch_size, progress)
 
 
+def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
+    """Those with room for a completion; ValueError if there are none."""
+    if context is None:
+        return asked
+    fitting = [one for one in asked if len(one.prompt.ids) + max_new_tokens <= context]
+    if not fitting:
+        shortest = min(len(one.prompt.ids) for one in asked)
+        raise ValueError(too_long("shortest" if len(asked) > 1 else "only", shortest, max_new_tokens, context))
+    return fitting
+
+
 def _grade(
     kind: Kind,
-    problems: Sequence[Row],
-    prompts: Sequence[RenderedPrompt],
-    completions: Sequence[Sequence[Completion]],
+    asked: Sequence[_Asked],
+    written: Sequence[Sequence[Completion | None]],
     reward: Reward,
     read_answer: ReadAnswer | None,
 ) -> list[Outcome]:
-    order = [(index, sample) for index, written in enumerate(completions) for sample in range(len(written))]
-    scores = _scores(reward, [(problems[index], completions[index][sample].text) for index, sample in order])
+    answers = [
+        (one, sample, completion)
+        for one, group in zip(asked, written, strict=True)
+        for sample, completion in enumerate(group)
+        if completion is not None
+    ]
+    scores = _scores(reward, [(one.row, completion.text) for one, _, completion in answers]) if answers else []
     return [
         Outcome(
-            problem=index,
+            problem=one.index,
             kind=kind,
             sample=sample,
-            question=_question(problems[index]["prompt"]),
-            prompt=prompts[index].text,
-            solution=as_text(problems[index].get("solution")),
-            completion=completions[index][sample].text,
-            tokens=completions[index][sample].tokens,
-            truncated=completions[index][sample].truncated,
+            question=_question(one.row["prompt"]),
+            prompt=one.prompt.text,
+            solution=as_text(one.row.get("solution")),
+            completion=completion.text,
+            tokens=completion.tokens,
+            truncated=completion.truncated,
             score=score,
-            answer=read_answer(completions[index][sample].text) if read_answer is not None else None,
+            answer=read_answer(completion.text) if read_answer is not None else None,
         )
-        for (index, sample), score in zip(order, scores, strict=True)
+        for (one, sample, completion), score in zip(answers, scores, strict=True)
     ]
 
 

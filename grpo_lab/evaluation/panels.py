@@ -155,14 +155,18 @@ def _reward(record: RunRecord) -> PanelView:
     return PanelView("Reward", meaning, chart, "reward, rewards/<name>/mean")
 
 
-def _accuracy(record: RunRecord) -> PanelView:
-    """Before at step 0, after at the last step, evaluations on the way in between; bars are 95% intervals."""
+def accuracy_line(record: RunRecord, label: str) -> Line:
+    """Held-out accuracy with its limits: before at step 0, after at the last step, evaluations on the way in between."""
     evaluated = [(0, record.before), *record.during, (record.last_step or 1, record.after)]
     found = {step: e.accuracy for step, e in evaluated if isinstance(e, EvaluationResult) and e.accuracy is not None}
     points = [(float(step), interval.value) for step, interval in sorted(found.items())]
     errors = [(interval.low, interval.high) for _, interval in sorted(found.items())]
+    return Line(label, points, errors, markers=True)
+
+
+def _accuracy(record: RunRecord) -> PanelView:
     lines = [
-        Line("greedy", points, errors, markers=True),
+        accuracy_line(record, "greedy"),
         Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *_eval_rewards(record))),
     ]
     chart = draw(lines, unit="share of problems correct", share=True) if any(line.points for line in lines) else None

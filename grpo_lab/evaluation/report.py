@@ -37,12 +37,30 @@ def write_report(run_dir: str | Path) -> Path:
     """`report.html` in ``run_dir`` from what the run left there (see `run_record`). Returns its path.
 
     A piece that is missing is called "not recorded" in its place; a damaged one is named under "Notices".
-    ValueError only if ``run_dir`` is not a folder.
+
+    Raises:
+        ValueError: ``run_dir`` is not a folder, or holds nothing of a run: its `report.html`, if any, is somebody else's.
     """
     record = read_run(run_dir)
+    if not record.recorded:
+        raise ValueError(_nothing_of_a_run(record.folder))
     path = record.folder / "report.html"
     write_text(path, encodable(_render(record)))
     return path
+
+
+def _nothing_of_a_run(folder: Path) -> str:
+    if (folder / "curation.json").is_file():
+        return f"{folder} holds a curation, and `grpo-lab curate` with its recipe writes its report.html; nothing was changed"
+    if (folder / "outcomes.jsonl").is_file():
+        return (
+            f"{folder} holds one evaluation and no run; `grpo-lab compare` shows evaluations side by side; nothing was "
+            "changed"
+        )
+    return (
+        f"{folder} holds nothing of a run (run.json, metrics.jsonl, evaluation/before, after or step_<n>), so there is "
+        "nothing to report; nothing was changed"
+    )
 
 
 def _render(record: RunRecord) -> str:
@@ -53,7 +71,7 @@ def _render(record: RunRecord) -> str:
         before=before,
         after=after,
         gain=paired_gain(before, after) if before and after else None,
-        notices=[visible(notice) for notice in record.notices],
+        notices=[visible(notice) for notice in [*record.notices, *gaps_of(record)]],
         summary=summary_groups(record.summary),
         comparison=comparison_rows(before, after) if after else [],
         sampling=describe_sampling(after) if after else "",
@@ -61,6 +79,12 @@ def _render(record: RunRecord) -> str:
         metrics=metric_rows(record),
         choice=choose_samples(before, after),
     )
+
+
+def gaps_of(record: RunRecord) -> list[str]:
+    """What its evaluations do not cover, in words."""
+    evaluations = [("before", record.before), *((f"step_{n}", e) for n, e in record.during), ("after", record.after)]
+    return [f"evaluation/{name}: {gap}" for name, result in evaluations if result for gap in result.gaps]
 
 
 def _title(record: RunRecord) -> str:
@@ -86,20 +110,21 @@ def summary_groups(summary: Mapping[str, Any]) -> list[SummaryGroup]:
         if key == "name":  # the page's heading
             continue
         if isinstance(value, Mapping) and key not in ("objective", "advantage"):
-            entries = [(str(name), _text(name, inner)) for name, inner in value.items()]
+            entries = [(str(name), text_of(name, inner)) for name, inner in value.items()]
             groups.append(SummaryGroup(str(key).replace("_", " "), entries or [("", "none")]))
         else:
-            plain.append((SUMMARY_NAMES.get(key, str(key).replace("_", " ")), _text(key, value)))
+            plain.append((SUMMARY_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     return [SummaryGroup("run", plain), *groups] if plain else groups
 
 
-def _text(key: object, value: Any) -> str:
+def text_of(key: object, value: Any) -> str:
+    """A value of run.json as a reader wants it; ``key`` `seconds` is a duration."""
     if str(key) == "seconds" and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12:
         return duration(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_text(name, inner)}" for name, inner in value.items())
+        return ", ".join(f"{name}: {text_of(name, inner)}" for name, inner in value.items())
     if isinstance(value, list):
-        return ", ".join(_text("", inner) for inner in value)
+        return ", ".join(text_of("", inner) for inner in value)
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None or isinstance(value, bool):

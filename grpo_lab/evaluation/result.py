@@ -118,6 +118,32 @@ class EvaluationResult:
     def unscorable_share(self) -> float | None:
         return share([o.score is None for o in self.greedy])
 
+    # --- what is not in it ---------------------------------------------------------------------------------------
+    @property
+    def left_out(self) -> int:
+        """Problems whose prompt left no room in the model's context; they were not asked."""
+        count = self.settings.get("prompts_too_long")
+        return count if isinstance(count, int) else 0
+
+    @property
+    def stopped(self) -> str | None:
+        """Where the evaluation was stopped by hand; None for a whole one."""
+        said = self.settings.get("stopped")
+        return None if said is None else str(said)
+
+    @property
+    def gaps(self) -> list[str]:
+        """In words, why this is less than the rows that were asked for."""
+        found = []
+        if self.stopped:
+            found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
+        if self.left_out:
+            found.append(
+                f"{self.left_out:,} of {self.left_out + self.n_problems:,} problems were left out: their prompts leave no "
+                f"room for max_new_tokens={self.settings.get('max_new_tokens')} in the model's context"
+            )
+        return found
+
     # --- files --------------------------------------------------------------------------------------------------
     def summary(self) -> dict[str, Any]:
         sampled = None

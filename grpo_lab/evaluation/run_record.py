@@ -40,6 +40,11 @@ class RunRecord:
     notices: list[str] = field(default_factory=list)
 
     @property
+    def recorded(self) -> bool:
+        """Whether anything of a run is there, damaged or not."""
+        return bool(self.summary or self.metrics or self.before or self.after or self.during or self.notices)
+
+    @property
     def last_step(self) -> int:
         return max((series[-1][0] for series in self.metrics.values()), default=0)
 
@@ -52,7 +57,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """Everything that can be read from ``folder``; ValueError only if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; a report needs the output folder of a run")
+        raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
     record = RunRecord(folder)
     record.summary = _read_summary(folder / "run.json", record.notices)
     record.metrics = _read_metrics(folder / "metrics.jsonl", record.notices)

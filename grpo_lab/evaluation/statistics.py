@@ -108,6 +108,19 @@ def paired_difference(before: Sequence[bool], after: Sequence[bool], level: floa
     return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
 
 
+def mcnemar_exact(gained: int, lost: int) -> float:
+    """Two-sided p of McNemar's exact test: could ``gained`` and ``lost`` problems be heads and tails of a fair coin?
+
+    2 · Σ_{i ≤ min} C(m, i) / 2^m with m = gained + lost, at most 1. Problems on which both agree say nothing and do not
+    count. Computed in whole numbers.
+    """
+    if gained < 0 or lost < 0:
+        raise ValueError(f"counts cannot be negative, got gained={gained}, lost={lost}")
+    flips = gained + lost
+    tail = sum(math.comb(flips, i) for i in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**flips)
+
+
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's t for 1, 2, … 9 degrees of freedom."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
+LONGEST_HEADING = 60
 
 
 def terminal_summary(
@@ -34,6 +35,9 @@ def terminal_summary(
     from rich.console import Console
 
     console = console or Console()
+    if len(title) > LONGEST_HEADING:  # as wide as the table is narrow, a heading would be a column of words
+        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+        title = "Held-out evaluation"
     console.print(_table(before, after, title))
     if after.sampled:
         console.print(f"sampled: {describe_sampling(after)}", style="dim", markup=False, highlight=False)
@@ -134,7 +138,7 @@ def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None
 
 
 def _warnings(after: EvaluationResult) -> list[str]:
-    found = []
+    found = after.gaps
     if after.truncated_share is not None and after.truncated_share > TRUNCATED_WARNING:
         budget = after.settings.get("max_new_tokens")
         found.append(

@@ -23,6 +23,7 @@ from grpo_lab.evaluation.terminal import duration
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.kept import refuse_other_count
 from grpo_lab.pipelines.run_folder import versions
 
 MARKER = "curation.json"
@@ -47,6 +48,7 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     """
     began = time.perf_counter()
     folder = claim(recipe, overwrite)
+    check_counts(recipe)
     run = Curation(recipe, folder)
     run.by_text()
     if recipe.model is not None:
@@ -63,14 +65,20 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     return Curated(folder, rows, report)
 
 
-def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
-    """The output folder; one that holds something else is refused, and `overwrite` forgets an earlier curation's samples."""
+def check_folder(recipe: CurationRecipe) -> Path:
+    """The output folder. ValueError for one that holds something else."""
     folder = recipe.output_dir
     strangers = folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file()
     if strangers:
         raise ValueError(
             f"`output_dir` {str(folder)!r} exists, is not empty and is no curation; choose another `--output_dir`"
         )
+    return folder
+
+
+def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
+    """The output folder; one that holds something else is refused, and `overwrite` forgets an earlier curation's samples."""
+    folder = check_folder(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
         for name in ("pass_rates.jsonl", "guesses.jsonl"):
@@ -78,6 +86,15 @@ def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
     if overwrite or not (folder / MARKER).is_file():
         write_json(folder / MARKER, {"name": recipe.name, "finished": False})
     return folder
+
+
+def check_counts(recipe: CurationRecipe) -> None:
+    """ValueError where samples are there and the recipe asks for another number of them."""
+    instead = "give --overwrite to sample anew, or another `--output_dir`"
+    refuse_other_count(recipe.output_dir / "pass_rates.jsonl", recipe.sampling.n_samples, "n_samples", instead)
+    if recipe.filters.guessable is not None:
+        tries = recipe.filters.guessable.tries
+        refuse_other_count(recipe.output_dir / "guesses.jsonl", tries, "filters.guessable.tries", instead)
 
 
 def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:

@@ -52,11 +52,7 @@ class Curation:
             loaded = loaded.remove_columns(earlier)
             self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
         self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
-        balance_by = None if recipe.filters.balance is None else recipe.filters.balance.by
-        if balance_by is not None and balance_by not in (*loaded.column_names, *SCORES):
-            raise ValueError(
-                f"`filters.balance.by` is {balance_by!r}; the columns are {loaded.column_names} and {SCORES}"
-            )
+        check_balance_column(recipe, loaded.column_names)
         self.shown = "question" if "question" in loaded.column_names else "prompt"
         self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
         self.sampler: ModelSampler | None = None
@@ -234,6 +230,13 @@ class Curation:
         """A filter that looked only at the rows that were left."""
         mask = [keep.get(i, True) for i in range(len(self.rows))]
         self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in range(len(self.rows))])
+
+
+def check_balance_column(recipe: CurationRecipe, columns: Sequence[str]) -> None:
+    """ValueError where `filters.balance.by` is neither a column of the rows nor a score."""
+    by = None if recipe.filters.balance is None else recipe.filters.balance.by
+    if by is not None and by not in (*columns, *SCORES):
+        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {list(columns)} and {SCORES}")
 
 
 def text_of(prompt: Any) -> str:

@@ -21,6 +21,7 @@ from grpo_lab.pipelines.recipe import (
     reward_section,
     section_of,
 )
+from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
 
 _SECTIONS = ("name", "model", "data", "reward", "filters", "output_dir")
@@ -127,6 +128,11 @@ class CurationRecipe:
     @property
     def output_dir(self) -> Path:
         return Path(self.output or f"runs/{self.name}")
+
+
+def read_curation_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> CurationRecipe:
+    """The recipe in ``path`` with ``--key value`` overrides. ValueError as `curation_recipe_from`."""
+    return curation_recipe_from(read_yaml(path, overrides), Path(path).stem)
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:

@@ -26,10 +26,12 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.kept import refuse_other_count
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.trainer.preference import check_training
 
 OWN_SAMPLES = "samples.jsonl"
 
@@ -54,6 +56,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         ValueError: a finished run or something else in the folder, no rows to train on, or a setting that does not fit.
     """
     began = time.perf_counter()
+    if recipe.method != "merge":
+        check_training(recipe.method, dict(recipe.training))
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
     parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before
@@ -62,7 +66,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         rows: list[dict[str, Any]] = []
         _merge(recipe, path, folder)
     else:
-        rows = build_rows(recipe, _samples(recipe, path, folder))
+        rows = build_rows(recipe, _samples(recipe, path))
         write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
         _train(recipe, rows, folder)
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
@@ -106,7 +110,8 @@ def length_line(result: EvaluationResult) -> str:
     return "; ".join(pieces)
 
 
-def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+    """The output folder. ValueError for one that holds something else, or a finished run without ``overwrite``."""
     folder = recipe.output_dir
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         found = read_marker(folder / "run.json")
@@ -114,6 +119,11 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
             raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")
         if found.get("finished"):
             raise ValueError(f"`output_dir` {str(folder)!r} holds a finished run; choose another, or give --overwrite")
+    return folder
+
+
+def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+    folder = check_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite and read_marker(folder / "run.json").get("pipeline") == "long2short":
         (folder / OWN_SAMPLES).unlink(missing_ok=True)
@@ -123,25 +133,52 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     return folder
 
 
-def _samples(recipe: Long2ShortRecipe, path: str, folder: Path) -> list[Sampled]:
+def samples_file(recipe: Long2ShortRecipe) -> Path:
+    """Where the samples are: the recipe's ``samples``, else in the output folder."""
+    return Path(recipe.samples or recipe.output_dir / OWN_SAMPLES)
+
+
+def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
     assert recipe.data is not None
     reward = parts.build_reward(recipe.reward, "reward")
     loaded = parts.load_rows(recipe.data)
     parts.check_golds(loaded, [reward])
-    problems = [dict(row) for row in loaded]
+    file = samples_file(recipe)
+    refuse_other_count(file, recipe.sampling.n_samples, "n_samples", "remove it, or name another with `--samples`")
     sampler = ModelSampler(path, recipe.sampling)
+    problems = _with_room([dict(row) for row in loaded], sampler)
     rates = pass_rates(
         problems,
         sampler.written,
         reward,
         recipe.sampling.n_samples,
-        path=recipe.samples or folder / OWN_SAMPLES,
+        path=file,
         settings={**sampler.identity(), "reward": told(recipe.reward)},
         batch_size=recipe.sampling.problems_per_save,
         label="samples",
         rendered=sampler.rendered,
     )
     return sampled(problems, rates, sampler.tokens)
+
+
+def _with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dict[str, Any]]:
+    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
+    context, completion = sampler.context, sampler.settings.max_completion_length
+    if context is None:
+        return problems
+    fitting = [problem for problem in problems if sampler.prompt_tokens(problem["prompt"]) + completion <= context]
+    if not fitting:
+        raise ValueError(
+            f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
+            f"{context}; lower `--max_completion_length`"
+        )
+    if len(fitting) < len(problems):
+        console.print(
+            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
+            f"max_completion_length={completion} tokens in the model's context of {context}",
+            highlight=False,
+        )
+    return fitting
 
 
 def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -> None:

@@ -21,6 +21,7 @@ from grpo_lab.pipelines.recipe import (
     reward_section,
     section_of,
 )
+from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
 
 METHODS = ("shortest_sft", "dpo", "simpo", "merge")
@@ -93,6 +94,11 @@ class Long2ShortRecipe:
     @property
     def output_dir(self) -> Path:
         return Path(self.output or f"runs/{self.name}")
+
+
+def read_long2short_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Long2ShortRecipe:
+    """The recipe in ``path`` with ``--key value`` overrides. ValueError as `long2short_recipe_from`."""
+    return long2short_recipe_from(read_yaml(path, overrides), Path(path).stem)
 
 
 def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:

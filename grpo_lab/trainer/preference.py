@@ -61,6 +61,17 @@ def prefer(
     trainer.save_model(str(output_dir))
 
 
+def check_training(method: str, arguments: dict[str, Any]) -> None:
+    """ValueError for a setting that the trainer of ``method`` (dpo, simpo, shortest_sft) does not have; trains nothing."""
+    if method == "shortest_sft":
+        from trl import SFTConfig
+
+        config: Any = SFTConfig
+    else:
+        config, _ = _trl("dpo" if method == "dpo" else "simpo")
+    refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
+
+
 def _trl(method: Method) -> tuple[Any, Any]:
     if method == "dpo":
         from trl import DPOConfig, DPOTrainer

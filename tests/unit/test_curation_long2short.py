@@ -125,6 +125,19 @@ def test_an_averaged_model_loads(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, (of_a + of_b) / 2, rtol=1e-6, atol=1e-7)
 
 
+def test_only_what_a_model_is_goes_along(tmp_path: Path) -> None:
+    """A report on the merged folder would draw the long model's curves, and its README would tell of another training."""
+    a = checkpoint(tmp_path / "a", {"w": torch.zeros(2)})
+    belongs = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
+               "special_tokens_map.json", "modeling_own.py", "LICENSE"]  # fmt: skip
+    tells = ["README.md", "metrics.jsonl", "run.json", "recipe.yaml", "report.html", "training_args.bin", "trainer_state.json",
+             "rows.jsonl", "samples.jsonl", "optimizer.pt", "log.txt"]  # fmt: skip
+    for name in belongs + tells:
+        (a / name).write_text("x")
+    out = average_weights(a, checkpoint(tmp_path / "b", {"w": torch.ones(2)}), tmp_path / "out")
+    assert sorted(file.name for file in out.iterdir()) == sorted(["config.json", "model.safetensors", *belongs])
+
+
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w": torch.ones(2), "n": torch.tensor([1])})
     for name, tensors, says in [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,18 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     hostile().print(Console(file=shown, width=120, force_terminal=False))
     assert "\x1b" not in shown.getvalue()
     assert "[bold red]x[/]" in shown.getvalue()
+
+
+def test_on_a_phone_every_number_of_a_filter_has_its_name(tmp_path: Path) -> None:
+    """There a row is a list: a cell without a label would be a number without a meaning, a scrolled table hides columns."""
+    page = write_curation_page(tmp_path / "page.html", selection().report()).read_text()
+    table = page[page.index("<h2>Filters") : page.index("</table>")]
+    assert '<table class="stacked">' in table
+    row = table[table.index("<tbody>") : table.index("</tr>", table.index("<tbody>"))]
+    assert re.findall(r'<td data-label="([^"]*)"', row) == ["before", "dropped", "share", "refused of all"]
+    assert 'class="stack"' in row
+    style = page[page.index("@media (max-width: 640px)") : page.index("</style>")]
+    assert ".stacked td[data-label]::before { content: attr(data-label)" in style
 
 
 def test_the_terminal_shows_every_filter() -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_lab.evaluation import Completion, EvaluationResult, Outcome, TransformersGenerator, evaluate, paired_gain
+from grpo_lab.evaluation import (
+    Completion,
+    EvaluationResult,
+    EvaluationStopped,
+    Outcome,
+    TransformersGenerator,
+    evaluate,
+    paired_gain,
+)
 from grpo_lab.evaluation.generation import plain_generation_config, render_prompt
 from grpo_lab.testing import tiny_model
 
@@ -319,6 +327,61 @@ def test_what_generate_and_reward_raise_comes_through(model_and_tokenizer):
         evaluate(None, model_and_tokenizer[1], rows, reward=length_reward, generate=broken, **common)
     with pytest.raises(KeyError, match="verifier bug"):
         evaluate(None, model_and_tokenizer[1], rows, reward=broken_reward, generate=Scripted(["a"]), **common)
+
+
+# --- prompts that do not fit, Ctrl-C ------------------------------------------------------------------------------
+
+
+def test_a_prompt_without_room_is_left_out_counted_and_said(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rows = rows_of(["2 + 2 =", "word " * 600, "7 - 3 ="])
+    common = {"reward": length_reward, "max_new_tokens": 8, "batch_size": 4, "progress": False}
+    found = evaluate(model, tokenizer, rows, **common)
+    assert [outcome.problem for outcome in found.greedy] == [0, 2]  # the rows' own numbers, so that runs can be paired
+    assert found.settings["prompts_too_long"] == found.left_out == 1
+    assert found.gaps == [
+        "1 of 3 problems were left out: their prompts leave no room for max_new_tokens=8 in the model's context"
+    ]
+    assert [o.completion for o in found.greedy] == [
+        o.completion for o in evaluate(model, tokenizer, [rows[0], rows[2]], **common).greedy
+    ]
+
+
+def test_no_advice_that_cannot_be_followed(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    common = {"reward": length_reward, "batch_size": 4, "progress": False}
+    with pytest.raises(ValueError, match="No max_new_tokens makes room after it"):
+        evaluate(model, tokenizer, rows_of(["word " * 600]), max_new_tokens=8, **common)
+    with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens.*Lower max_new_tokens to at most 50\d"):
+        evaluate(model, tokenizer, rows_of(["2 + 2 =", "word " * 600]), max_new_tokens=512, **common)
+    with pytest.raises(ValueError, match="No max_new_tokens"):
+        TransformersGenerator(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_ctrl_c_keeps_the_answers_that_are_there(model_and_tokenizer, monkeypatch, after):
+    """The third batch is the first of the sampled round: then the greedy ones are whole."""
+    model, tokenizer = model_and_tokenizer
+    rows = rows_of(["2 + 2 =", "7 - 3 =", "a longer one: 9 * 9 =", "1 ="])
+    common = {"reward": length_reward, "max_new_tokens": 4, "batch_size": 2, "n_samples": 2, "progress": False}
+    whole = evaluate(model, tokenizer, rows, **common)
+    generate, calls = model.generate, []
+
+    def interrupted(**words):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(words)
+        return generate(**words)
+
+    monkeypatch.setattr(model, "generate", interrupted)
+    with pytest.raises(EvaluationStopped) as stop:
+        evaluate(model, tokenizer, rows, **common)
+    kept = stop.value.result
+    assert set(kept.outcomes) < set(whole.outcomes)
+    assert (len(kept.greedy), len(kept.sampled)) == ((2, 0) if after == 1 else (4, 2))
+    said = "after 2 of 4 greedy answers" if after == 1 else "after 2 of 8 sampled answers"
+    assert kept.stopped == f"{said}, the longest prompts first"
+    assert "no fair sample" in kept.gaps[0]
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------

@@ -159,7 +159,8 @@ def test_raw_data_is_drawn_under_the_smoothed(tmp_path):
 # --- missing and damaged pieces -----------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_gives_a_report_that_says_so(tmp_path):
+def test_a_run_that_left_nothing_gives_a_report_that_says_so(tmp_path):
+    (tmp_path / "run.json").write_text('{"name": "nothing yet"}')
     page = page_of(tmp_path)
     assert_self_contained(page)
     assert page.text.count("not recorded") == 3 + 1 + 1 + 8 + 1 + 1  # cards, run, evaluation, plots, answers, metrics
@@ -250,6 +251,33 @@ def test_a_single_step_can_be_drawn(tmp_path):
     assert "nan" not in page.text.lower().replace("nanats", "")
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("curation.json", "holds a curation"),
+        ("outcomes.jsonl", "holds one evaluation and no run"),
+        ("note.txt", "holds nothing of a run"),
+    ],
+)
+def test_a_folder_of_something_else_keeps_its_report(tmp_path, file, said):
+    (tmp_path / file).write_text("{}")
+    (tmp_path / "report.html").write_text("somebody else's")
+    with pytest.raises(ValueError, match=said):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "somebody else's"
+
+
+def test_what_an_evaluation_does_not_cover_is_a_notice(tmp_path):
+    folder = whole_run(tmp_path)
+    kept = result([1.0, 0.0])
+    EvaluationResult(
+        kept.outcomes, {**kept.settings, "prompts_too_long": 2, "stopped": "after 2 of 9 greedy answers"}
+    ).write(folder / "evaluation/after")
+    text = page_of(folder).text
+    assert "evaluation/after: 2 of 4 problems were left out" in text
+    assert "evaluation/after: stopped after 2 of 9 greedy answers" in text
+
+
 def test_only_a_folder_has_a_report(tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         write_report(tmp_path / "nowhere")
@@ -310,6 +338,7 @@ def test_invisible_characters_are_shown_by_hand():
 
 
 def test_the_page_forbids_scripts_and_the_network_itself(tmp_path):
+    (tmp_path / "run.json").write_text('{"name": "nothing yet"}')
     policies = [
         value for tag, name, value in page_of(tmp_path).attributes if tag == "meta" and value and "default-src" in value
     ]

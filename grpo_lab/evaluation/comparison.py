@@ -1,0 +1,206 @@
+"""Two or more runs side by side: what was set differently, what came out, and a paired test on the held-out problems.
+
+A test needs the same problems, judged alike. Problems are recognised by question and gold answer, not by their place; where two
+runs share none, or were judged by different rewards, no test is made and the reason is given instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.run_record import RunRecord, read_run
+from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
+
+MOST_RUNS = 8
+"""As many as a chart can tell apart."""
+_JUDGING = ("judge", "mode", "reward")
+_CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
+_NO_RUN = object()
+"""In the place of a setting of a folder that is one evaluation, and has no settings of a run."""
+_NOT_SETTINGS = ("name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run under a name of its own. ``after``: its final evaluation, or the evaluation that the folder itself is."""
+
+    name: str
+    record: RunRecord
+
+    @property
+    def after(self) -> EvaluationResult | None:
+        return self.record.after
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """``name`` against ``against``, on the problems that both answered and that could be scored.
+
+    difference   share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why, without a test
+    gained       problems that ``name`` alone has right; lost: that ``against`` alone has right
+    p_value      McNemar's exact test, two-sided
+    """
+
+    name: str
+    against: str
+    difference: Interval | None
+    gained: int = 0
+    lost: int = 0
+    p_value: float | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs, the first of which is the baseline; settings that differ as (setting, one text a run); tests; notes."""
+
+    runs: tuple[Compared, ...]
+    differing: tuple[tuple[str, tuple[Any, ...]], ...]
+    tests: tuple[PairedTest, ...]
+    notes: tuple[str, ...]
+
+
+def compare(folders: Sequence[str | Path]) -> Comparison:
+    """The runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`.
+
+    Raises:
+        ValueError: fewer than two, more than ``MOST_RUNS``, one named twice, or a folder with nothing of a run in it.
+    """
+    paths = [Path(folder) for folder in folders]
+    if not 2 <= len(paths) <= MOST_RUNS:
+        raise ValueError(f"a comparison is of 2 to {MOST_RUNS} runs, got {len(paths)}")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"one run is named twice among {', '.join(map(str, paths))}")
+    records = [_record(path) for path in paths]
+    runs = tuple(Compared(name, record) for name, record in zip(_names(records), records, strict=True))
+    tests = tuple(paired_test(run, runs[0]) for run in runs[1:])
+    return Comparison(runs, tuple(_differing(records)), tests, tuple(_notes(runs, tests)))
+
+
+def paired_test(run: Compared, baseline: Compared) -> PairedTest:
+    """``run`` against ``baseline`` on the greedy answers to the problems that they share."""
+    new, old = run.after, baseline.after
+    missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
+    if new is None or old is None or missing:
+        return PairedTest(run.name, baseline.name, None, why_not=f"no held-out outcomes of {' and '.join(missing)}")
+    for key in _JUDGING:
+        if _both(old, new, key) and old.settings[key] != new.settings[key]:
+            said = f"{_short(new.settings[key])} and {_short(old.settings[key])}"
+            return PairedTest(run.name, baseline.name, None, why_not=f"judged differently: {key} {said}")
+    pairs = shared_problems(old, new)
+    if not pairs:
+        return PairedTest(run.name, baseline.name, None, why_not="evaluated on other problems: none is shared")
+    before, after = [bool(a.correct) for a, _ in pairs], [bool(b.correct) for _, b in pairs]
+    gained = sum(b and not a for a, b in zip(before, after, strict=True))
+    lost = sum(a and not b for a, b in zip(before, after, strict=True))
+    difference = paired_difference(before, after)
+    return PairedTest(run.name, baseline.name, difference, gained, lost, mcnemar_exact(gained, lost))
+
+
+def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
+    """Scorable greedy answers of both to one problem: the same question and the same gold, in the order of ``old``.
+
+    A problem that stands several times in the rows is paired first with first, second with second.
+    """
+    waiting: dict[tuple[str, str | None], list[Outcome]] = {}
+    for outcome in new.greedy:
+        if outcome.correct is not None:
+            waiting.setdefault((outcome.question, outcome.solution), []).append(outcome)
+    pairs = []
+    for outcome in old.greedy:
+        same = waiting.get((outcome.question, outcome.solution))
+        if outcome.correct is not None and same:
+            pairs.append((outcome, same.pop(0)))
+    return pairs
+
+
+def _record(path: Path) -> RunRecord:
+    record = read_run(path)
+    if not record.recorded and (path / "outcomes.jsonl").is_file():
+        try:
+            record.after = EvaluationResult.read(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} holds an evaluation that cannot be read: {error}") from error
+        record.notices.append(
+            f"one evaluation and no run; the model is {record.after.settings.get('model', 'not recorded')}"
+        )
+    if not record.recorded:
+        raise ValueError(f"{path} holds nothing of a run and no evaluation; name output folders of train or evaluate")
+    return record
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """The run's own name, its folder's where two are alike, the whole path where those are alike too."""
+    folders = [record.folder.resolve() for record in records]
+    own = [str(record.summary.get("name") or folder.name) for record, folder in zip(records, folders, strict=True)]
+    for names in (own, [folder.name for folder in folders]):
+        if len(set(names)) == len(names):
+            return names
+    return [str(record.folder) for record in records]
+
+
+def _differing(records: Sequence[RunRecord]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Settings of run.json that are not the same in all runs that have one; None where a run does not have the setting."""
+    told: list[Any] = [
+        {k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS} if record.summary else _NO_RUN
+        for record in records
+    ]
+    return [row for row in _rows_that_differ("", told) if row[0] != "settings.output_dir"]
+
+
+def _rows_that_differ(name: str, values: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Mappings are taken apart where every run has one. A folder that is one evaluation has no settings to differ in."""
+    asked = [value for value in values if value is not _NO_RUN]
+    if asked and all(isinstance(value, Mapping) for value in asked):
+        inner = dict.fromkeys(key for value in asked for key in value)
+        nowhere: dict[Any, Any] = dict.fromkeys(inner, _NO_RUN)
+        parts = [nowhere if value is _NO_RUN else value for value in values]
+        return [
+            row
+            for key in inner
+            for row in _rows_that_differ(f"{name}.{key}" if name else str(key), [part.get(key) for part in parts])
+        ]
+    if all(value == asked[0] for value in asked):
+        return []
+    return [(name, tuple(None if value is _NO_RUN else value for value in values))]
+
+
+def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
+    """What a reader has to know before believing the tables."""
+    notes = [f"{run.name}: {notice}" for run in runs for notice in run.record.notices]
+    notes += [f"{run.name}: the run is not finished" for run in runs if run.record.summary.get("finished") is False]
+    notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
+    notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]
+    base = runs[0].after
+    for run, test in zip(runs[1:], tests, strict=True):
+        if base is None or run.after is None or test.difference is None:
+            continue
+        shared, counts = test.difference.n, (run.after.n_problems, base.n_problems)
+        if shared < max(counts):
+            notes.append(
+                f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and {counts[1]:,}; the "
+                "test is on those"
+            )
+        for key in _CONDITIONS:
+            if _both(base, run.after, key) and base.settings[key] != run.after.settings[key]:
+                said = f"{_short(run.after.settings[key])} and {_short(base.settings[key])}"
+                notes.append(f"{run.name} and {test.against} were evaluated with another {key}: {said}")
+    made = [test for test in tests if test.p_value is not None]
+    if len(made) > 1:
+        notes.append(f"{len(made)} tests were made; their p-values are not adjusted for that")
+    return notes
+
+
+def _both(old: EvaluationResult, new: EvaluationResult, key: str) -> bool:
+    return key in old.settings and key in new.settings
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items())
+    return str(value)

@@ -1,0 +1,80 @@
+"""What Ctrl-C left of each command, in words: where it lies, and how to go on from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+NOTHING = "nothing"
+
+
+def kept(known: argparse.Namespace, words: list[str], stop: BaseException) -> str:
+    """In words, what the interrupted command left on disk. Never raises: it is the last thing that is said."""
+    if said := str(stop):  # the command has said it itself
+        return said
+    try:
+        return _OF[known.command](known, words)
+    except (KeyError, ValueError, OSError):
+        return NOTHING
+
+
+def _of_training(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.recipe import read_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+
+    folder = read_recipe(known.config, parse_overrides(words)).output_dir
+    steps = sorted(int(p.name.rpartition("-")[2]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit())
+    found = [
+        *([f"checkpoint-{steps[-1]} (the same command with --resume goes on)"] if steps else ["no checkpoint"]),
+        *(["cold_start"] if (folder / "cold_start" / "config.json").is_file() else []),
+        *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
+        *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
+    ]
+    return f"{', '.join(found)} in {folder}"
+
+
+def _of_curation(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.curation_recipe import read_curation_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+
+    folder = read_curation_recipe(known.config, parse_overrides(words)).output_dir
+    return _samples({"pass rates": folder / "pass_rates.jsonl", "guesses": folder / "guesses.jsonl"})
+
+
+def _of_long2short(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.long2short import samples_file
+    from grpo_lab.pipelines.long2short_recipe import read_long2short_recipe
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+
+    recipe = read_long2short_recipe(known.config, parse_overrides(words))
+    return _samples({"samples": samples_file(recipe)})
+
+
+def _samples(files: dict[str, Path]) -> str:
+    counts = {name: (problems_in(file), file) for name, file in files.items()}
+    found = [f"{name} of {count:,} problems in {file}" for name, (count, file) in counts.items() if count]
+    return f"{', '.join(found)} (the same command goes on)" if found else "no samples yet"
+
+
+def problems_in(file: Path) -> int:
+    """How many problems a file of samples holds: its whole lines after the header."""
+    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+
+
+def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
+    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is loaded."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        first = lines.readline()
+    try:
+        there = json.loads(first)["n"]
+    except (ValueError, KeyError, TypeError):
+        return  # torn or of somebody else: said where the samples are read
+    if there != n:
+        raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
+
+
+_OF: dict[str, Any] = {"train": _of_training, "curate": _of_curation, "long2short": _of_long2short}

@@ -1,0 +1,180 @@
+"""`grpo-lab evaluate` on saved tiny models: the rows of a run, the output folder, models without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_lab.cli import main
+from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.pipelines.like import held_out_like
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.saved_model import evaluate_saved_model, load_saved_model
+
+ROWS = {
+    "loader": "word_problems",
+    "split": "test",
+    "n": 6,
+    "seed": 3,
+    "steps": [1, 2],
+    "largest": 20,
+    "template": "none",
+}
+SMALL = ["--max-new-tokens", "8", "--n", "4"]
+
+
+@pytest.fixture
+def run(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A model folder with the `recipe.yaml` that `grpo-lab train` leaves, and the evaluation of it."""
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_folder, folder)
+    written = {
+        "model": {"path": str(tiny_folder)},
+        "data": {**ROWS, "split": "train"},
+        "rewards": ["accuracy"],
+        "evaluation": {
+            "data": ROWS,
+            "reward": {"name": "accuracy", "mode": "lenient"},
+            "batch_size": 3,
+            "n_samples": 2,
+        },
+        "max_completion_length": 12,
+        "seed": 7,
+    }
+    (tmp_path / "as_written.yaml").write_text(yaml.safe_dump(written))
+    recipe = recipe_from(written)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(recipe)))))  # as run_folder.claim
+    assert recipe.evaluation is not None
+    target = folder / "evaluation" / "after"
+    evaluate_saved_model(str(folder), recipe.evaluation, target, use_cpu=True, max_new_tokens=12, seed=7)
+    return folder
+
+
+def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = EvaluationResult.read(run / "evaluation" / "after")
+    for like, name in ((run, "a"), (tmp_path / "as_written.yaml", "b")):
+        assert main(["evaluate", str(run), "--like", str(like), "--output", str(tmp_path / name)]) == 0
+        again = EvaluationResult.read(tmp_path / name)
+        assert again.outcomes == own.outcomes  # greedy and sampled ones, to the letter
+        assert again.settings == own.settings
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (str(run), "split test", "n 6", "seed 3", "steps (1, 2)", "largest 20", "template none", "mode=lenient", "max_new_tokens 12, seed 7"):  # fmt: skip
+        assert words in printed
+    assert f"outcomes: {tmp_path / 'a'}" in printed
+    assert "report:" not in printed
+
+
+def test_every_loader_argument_is_an_option_and_the_summary_says_all(run: Path, tmp_path: Path) -> None:
+    options = ["--steps", "1,2", "--largest", "20", "--data.seed", "3", "--n", "6", "--template", "none", "--seed", "9"]
+    words = [
+        "evaluate",
+        str(run),
+        "--data",
+        "word_problems",
+        *options,
+        "--max-new-tokens",
+        "12",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    assert main(words) == 0
+    found = EvaluationResult.read(tmp_path / "o")
+    assert [o.question for o in found.greedy] == [
+        o.question for o in EvaluationResult.read(run / "evaluation/after").greedy
+    ]
+    said = found.settings
+    assert {**ROWS, "families": None}.items() <= {**said["data"], "template": said["template"]}.items()
+    assert (said["model"], said["mode"], said["limit"], said["seed"]) == (str(run), "strict", None, 9)
+
+
+def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "--data", "word_problems", "--template", "none", *SMALL]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"evaluated with seed 3, steps (1, 2), largest 20, n 6; --like {run} takes that" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give one of --data"),
+        (["--data", "word_problems", "--like", "x"], "give one of --data"),
+        (["--like", "/nowhere"], "no such folder or file"),
+        (["--data", "gsm"], "must be one of file, gsm8k, math, word_problems"),
+        (
+            ["--data", "gsm8k", "--largest", "5"],
+            "--data.largest: the loader 'gsm8k' takes source, split, system_prompt",
+        ),
+        (["--data", "word_problems", "--source", "x"], "--source: the loader 'word_problems' takes n, seed"),
+        (["--data", "word_problems", "--split", "heldout"], "allowed: "),
+    ],
+)
+def test_mistakes_are_named_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["evaluate", str(tmp_path / "no-model-here"), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_output_folder_is_looked_at_first(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", *SMALL, "--output"]
+    out, mine, file = tmp_path / "out", tmp_path / "mine", tmp_path / "file"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    file.write_text("x")
+    assert main([*words, str(out)]) == 0
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was asked before the folder was looked at")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_lab.pipelines.saved_model.evaluate", worked)
+        for folder, said in [
+            (out, "holds an evaluation already"),
+            (mine, "holds something else (thesis.tex)"),
+            (file, "cannot be written to"),
+            (file / "below", "cannot be written to"),
+        ]:
+            capsys.readouterr()
+            assert main([*words, str(folder)]) == 2
+            assert said in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
+    assert main([*words, str(out), "--overwrite", "--data.seed", "1"]) == 0
+    assert (out / "outcomes.jsonl").read_bytes() != first["outcomes.jsonl"]
+
+
+def test_a_model_without_tokenizer_is_named_and_another_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    with pytest.raises(ValueError, match=r"holds a model and no tokenizer \(tokenizer\.json, .*--tokenizer"):
+        load_saved_model(str(bare), use_cpu=True)
+    _, tokenizer = load_saved_model(str(bare), use_cpu=True, tokenizer=str(tiny_folder))
+    assert tokenizer("7")["input_ids"]
+
+
+def test_an_adapter_without_tokenizer_has_its_base_s(tiny_folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, tokenizer = load_saved_model(str(tiny_folder), use_cpu=True)
+    adapter = tmp_path / "adapter"
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(adapter)
+    _, words = load_saved_model(str(adapter), use_cpu=True)
+    assert words.get_vocab() == tokenizer.get_vocab()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/away"}))
+    with pytest.raises(ValueError, match=r"is an adapter of '/gone/away' .*cannot be loaded"):
+        load_saved_model(str(adapter), use_cpu=True, tokenizer=str(tiny_folder))
+
+
+def test_like_a_run_without_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "x", "evaluation": None}))
+    with pytest.raises(ValueError, match="has no `evaluation`"):
+        held_out_like(tmp_path)

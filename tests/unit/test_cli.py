@@ -1,0 +1,222 @@
+"""The command line around the pipelines: version, one line on Ctrl-C, what `--help` says, dry runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_lab import __version__
+from grpo_lab.cli import main
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
+
+
+def recipe_file(folder: Path, **written: Any) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written))
+    return str(path)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"grpo-lab {__version__}\n"
+
+
+def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "heldout" not in said
+    for words in (
+        "file, gsm8k, math or word_problems",
+        "word_problems: test, cold_start, train",
+        "--largest",
+        "--like RUN",
+    ):
+        assert words in said
+
+
+# --- --dry-run ----------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        n_samples=6,
+        max_completion_length=16,
+        filters={"kind": True, "band": {"high": 0.5}},
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["curate", "--config", config, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "12 from word_problems",
+        "keep open",
+        "low 0.0, high 0.5",
+        "at most 72 in all",
+        "of at most 16 tokens",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model.path", "/nowhere/at/all"], "no such folder"),
+        (["--data.largest", "3"], "largest is 3"),
+        (["--reward", "no_such_reward"], "unknown reward 'no_such_reward'"),
+        (["--filters.balance", "{by: nothing}"], "`filters.balance.by` is 'nothing'"),
+        (["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"], "unknown split"),
+        (["--output_dir", str(RECIPES)], "is not empty and is no curation"),
+    ],
+)
+def test_dry_run_of_curate_finds_what_would_stop_it(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
+) -> None:
+    config = recipe_file(tmp_path, model={"path": str(tiny_folder)}, data=DATA, output_dir=str(tmp_path / "out"))
+    assert main(["curate", "--config", config, "--dry-run", *change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipe_file(
+        tmp_path,
+        method="dpo",
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        training={"max_steps": 2},
+        evaluation={"data": {**DATA, "n": 5, "split": "test"}},
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["long2short", "--config", config, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "12 from word_problems",
+        "8 a problem at temperature 1, at most 96 in all",
+        "ratio 1.5",
+        "before and after: 5 from",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists()
+    assert main(["long2short", "--config", config, "--dry-run", "--training.max_step", "3"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+    merge = ["--method", "merge", "--data", "null", "--training", "{}", "--short_model", str(tmp_path)]
+    assert main(["long2short", "--config", config, "--dry-run", *merge]) == 2
+    assert "holds neither model.safetensors nor" in capsys.readouterr().err
+
+
+def test_a_misspelt_training_setting_stops_long2short_before_it_samples(tiny_folder: Path, tmp_path: Path) -> None:
+    config = recipe_file(
+        tmp_path, method="shortest_sft", model={"path": str(tiny_folder)}, data=DATA, output_dir=str(tmp_path / "out")
+    )
+    assert main(["long2short", "--config", config, "--training.learning_rat", "1.0"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+# --- other samples, Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_samples_names_overwrite(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data={**DATA, "n": 3},
+        n_samples=2,
+        max_completion_length=4,
+        use_cpu=True,
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["curate", "--config", config]) == 0
+    before = (tmp_path / "out" / "pass_rates.jsonl").read_bytes()
+    assert main(["curate", "--config", config, "--n_samples", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "n_samples" in said
+    assert "--overwrite" in said
+    assert (tmp_path / "out" / "pass_rates.jsonl").read_bytes() == before
+    assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["train"], "checkpoint-8 (the same command with --resume goes on), evaluation/before, metrics.jsonl in "),
+        (["curate"], "pass rates of 3 problems in "),
+        (["long2short"], "samples of 2 problems in "),
+        (["report"], "nothing"),
+    ],
+)
+def test_ctrl_c_is_one_line_with_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], kept: str
+) -> None:
+    out = tmp_path / "out"
+    for folder in ("checkpoint-4", "checkpoint-8", "evaluation/before"):
+        (out / folder).mkdir(parents=True)
+    for file, lines in (
+        ("evaluation/before/summary.json", 1),
+        ("metrics.jsonl", 3),
+        ("pass_rates.jsonl", 4),
+        ("samples.jsonl", 3),
+    ):
+        (out / file).write_text("{}\n" * lines)
+    rest = {"method": "dpo"} if words == ["long2short"] else {}
+    extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
+
+    def stopped(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"grpo_lab.cli._{words[0]}", stopped)
+    arguments = [str(out)] if words == ["report"] else ["--config", config]
+    assert main([*words, *arguments]) == 130
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
+    assert "\n" not in said
+    monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
+    assert main([*words, *arguments]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp_path: Path) -> None:
+    """The signal as a terminal sends it, to the whole group of processes, in the middle of generation."""
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", "--n", "400", "--batch-size", "4"]
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "grpo_lab.cli", *words, "--max-new-tokens", "64", "--output", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert process.stderr is not None
+    seen = b""
+    while b"| 4/400" not in seen and b"| 8/400" not in seen and process.poll() is None:
+        seen += process.stderr.read1(4096)  # type: ignore[attr-defined]
+    os.killpg(process.pid, signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"of 400 greedy answers, the longest prompts first" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    answers = len((out / "outcomes.jsonl").read_text().splitlines())
+    assert 0 < answers == summary["problems"] < 400
+    assert summary["settings"]["stopped"].startswith(f"after {answers} of 400")
+    assert f"kept: the {answers} answers that were there: in {out}" in errors.decode()
