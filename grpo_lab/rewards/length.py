@@ -17,6 +17,7 @@ over all prompts of a batch, lengths in characters, or half a group per rank; ``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
@@ -91,7 +92,10 @@ class KimiLengthReward(GroupReward):
         if isinstance(correctness, str):
             source_name, sources = correctness, None
         elif callable(correctness):
-            source_name = str(getattr(correctness, "__name__", type(correctness).__name__))
+            inner: Any = correctness
+            while isinstance(inner, partial):
+                inner = inner.func  # TRL names it so, too
+            source_name = str(getattr(inner, "__name__", type(inner).__name__))
             sources = {source_name: correctness}
         else:
             raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")

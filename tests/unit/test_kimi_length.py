@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -201,3 +202,12 @@ def test_picklable_with_its_correctness() -> None:
     assert copy.schedule == reward.schedule
     assert copy.sources == {"answers_two": answers_two}
     assert copy.truncated == "exclude"
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    """As in TRL, so that the run's own values are found under it."""
+
+    def judged(completions: list[str], strict: bool, **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    assert KimiLengthReward(correctness=functools.partial(judged, strict=True)).requires == ("judged",)
