@@ -180,6 +180,10 @@ def test_killed_in_the_last_evaluation_nothing_is_trained_again(whole: Path) -> 
     assert stamp(folder / "model.safetensors") == made
     assert outcome.after is not None
     assert run_of(folder)["finished"] is True
+    wider = {**GOOD["evaluation"], "data": {**GOOD["evaluation"]["data"], "n": 6}}
+    outcome = again(folder, evaluation=wider)  # a finished run measured on more problems
+    assert stamp(folder / "model.safetensors") == made
+    assert (outcome.before.n_problems, outcome.after.n_problems) == (6, 6)
 
 
 def test_a_broken_checkpoint_is_passed_over_and_the_steps_after_it_are_logged_once(
