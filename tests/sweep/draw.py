@@ -48,20 +48,7 @@ class Case:
 def draw(number: int) -> Case:
     """Case ``number``: a preset, up to four of its parts replaced, a KL term or none, and a generation batch."""
     rng = random.Random(f"sweep/{number}")
-    name = list(PAPER)[number % len(PAPER)]  # every preset as often as any other
-    rule, push, average, ratio = PAPER[name]
-    objective: dict[str, Any] = {"name": name}
-    if name != "mirror_descent":
-        if rng.random() < 0.35:
-            push = objective["surrogate"] = rng.choice(SURROGATES)
-        if rng.random() < 0.4:
-            average = objective["aggregation"] = rng.choice(AGGREGATIONS)
-        if push != "reinforce" and rng.random() < 0.3:
-            ratio = objective["ratio"] = rng.choice(("token", "sequence"))
-    if rng.random() < 0.6:
-        rule = objective["advantage"] = rng.choice(RULES)
-    formula = Formula(rule, push, average, ratio)
-    _knobs(rng, formula, objective)
+    formula, objective = _parts(rng, list(PAPER)[number % len(PAPER)])  # every preset as often as any other
     size, accumulation, group, windows = rng.choice(SHAPES)
     iterations = rng.choice((1, 2, 2))
     settings: dict[str, Any] = {
@@ -75,9 +62,9 @@ def draw(number: int) -> Case:
         "max_completion_length": BUDGET,
         "temperature": rng.choice((1.0, 1.0, 0.7)),
     }
-    if rule in ("group_zscore", "batch_zscore") and rng.random() < 0.3:
+    if formula.advantage in ("group_zscore", "batch_zscore") and rng.random() < 0.3:
         formula.std_epsilon = 0.05
-        settings["advantage"] = {"name": rule, "epsilon": 0.05}
+        settings["advantage"] = {"name": formula.advantage, "epsilon": 0.05}
     _kl(rng, formula, settings)
     settings["update"] = rng.choice(
         (None, None, "off", {"dead_groups": "keep"}, {"dead_groups": "skip", "max_tokens": 64})
@@ -91,6 +78,24 @@ def draw(number: int) -> Case:
     settings["mask_truncated_completions"] = case.mask_truncated
     case.words = f"case {number}: {settings} → {formula}"
     return case
+
+
+def _parts(rng: random.Random, name: str) -> tuple[Formula, dict[str, Any]]:
+    """A preset with up to four of its parts replaced, for the formulas and as ``objective``."""
+    rule, push, average, ratio = PAPER[name]
+    objective: dict[str, Any] = {"name": name}
+    if name != "mirror_descent":
+        if rng.random() < 0.35:
+            push = objective["surrogate"] = rng.choice(SURROGATES)
+        if rng.random() < 0.4:
+            average = objective["aggregation"] = rng.choice(AGGREGATIONS)
+        if push != "reinforce" and rng.random() < 0.3:
+            ratio = objective["ratio"] = rng.choice(("token", "sequence"))
+    if rng.random() < 0.6:
+        rule = objective["advantage"] = rng.choice(RULES)
+    formula = Formula(rule, push, average, ratio)
+    _knobs(rng, formula, objective)
+    return formula, objective
 
 
 def _knobs(rng: random.Random, formula: Formula, objective: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ completion, ``ref`` the reference, all log-probs in nats of the sampled tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 INFINITE = float("inf")
 
@@ -61,7 +61,7 @@ class Row:
 class Update:
     """Loss, and for every row dloss/dlogp of each token. ``doubt``: how far float32 may be off in each derivative.
 
-    ``at_edges`` counts tokens (or completions) outside a clip's flat part's start, so that a test can say that the clip acted.
+    ``clipped``: tokens whose ratio is beyond an end of the clip.
     """
 
     loss: float
@@ -69,7 +69,6 @@ class Update:
     doubt: list[list[float]]
     loss_doubt: float
     clipped: int = 0
-    terms: dict[str, float] = field(default_factory=dict)
 
 
 def estimate(kind: str, x: float) -> tuple[float, float]:
@@ -183,48 +182,69 @@ def update(
     formula: Formula, rows: list[Row], batch_tokens: float, budget: int, error: float, advantage_error: list[float]
 ) -> Update:
     """Loss and slopes of one optimizer step. ``error``: how far a float32 log-prob may be off."""
-    weights = token_weights(formula, rows, batch_tokens, budget)
     result = Update(0.0, [], [], 0.0)
+    weights = token_weights(formula, rows, batch_tokens, budget)
     for row, weight, off in zip(rows, weights, advantage_error, strict=True):
         own = [t for t, counted in enumerate(row.counts) if counted]
-        slopes, doubt = [0.0] * len(row.logp), [0.0] * len(row.logp)
+        result.slopes.append([0.0] * len(row.logp))
+        result.doubt.append([0.0] * len(row.logp))
         if formula.surrogate == "mirror_descent":
-            total = math.fsum(row.logp[t] - row.old[t] for t in own)
-            said = math.fsum(row.logp[t] for t in own)
-            result.loss += weight * (-row.advantage * said + 0.5 * formula.tau * total * total)
-            result.loss_doubt += weight * (abs(row.advantage) + formula.tau * abs(total)) * error * len(own)
-            result.loss_doubt += weight * (abs(said) * off + abs(row.advantage * said) * error)
-            for t in own:
-                slopes[t] += weight * (-row.advantage + formula.tau * total)
-                doubt[t] += weight * (off + formula.tau * error * len(own) + (abs(row.advantage)) * error)
+            _add_response(result, formula, row, own, weight, off, error)
         whole = math.exp(math.fsum(row.logp[t] - row.old[t] for t in own) / max(len(own), 1))
         for t in own:
             ratio = whole if formula.ratio == "sequence" else math.exp(row.logp[t] - row.old[t])
             reach = own if formula.ratio == "sequence" else [t]  # tokens that this ratio depends on
             if formula.surrogate != "mirror_descent":
-                value, by_ratio, beside, outside = pushed(formula, ratio, row.logp[t], row.advantage)
-                result.loss += weight * value
-                result.clipped += outside
-                slopes[t] += weight * beside
-                size = ratio if formula.surrogate != "reinforce" else 1.0
-                size = min(size, formula.epsilon_high) if formula.surrogate == "cispo" else size
-                edge = jump(formula, ratio, row.advantage, 10 * error)
-                doubt[t] += weight * (edge + size * (off + 4 * abs(row.advantage) * error))
-                deep = abs(row.logp[t]) if formula.surrogate in ("reinforce", "cispo") else 1.0
-                result.loss_doubt += weight * size * (deep * (off + 4 * abs(row.advantage) * error))
-                for u in reach:
-                    slopes[u] += weight * by_ratio / len(reach)
+                _add_token(result, formula, row, t, ratio, reach, weight, off, error)
             if formula.kl is not None and not formula.kl_in_reward:
-                value, slope = estimate(formula.kl, row.ref[t] - row.logp[t])
-                paid = weight * formula.beta * (ratio if formula.kl_weighted else 1.0)
-                result.loss += paid * value
-                slopes[t] += paid * slope
-                away = math.exp(max(row.ref[t] - row.logp[t], 0.0)) + abs(row.ref[t] - row.logp[t])
-                doubt[t] += paid * 4 * away * error
-                result.loss_doubt += paid * 4 * away * error
-                if formula.kl_weighted:
-                    for u in reach:
-                        slopes[u] += paid * value / len(reach)
-        result.slopes.append(slopes)
-        result.doubt.append(doubt)
+                _add_kl(result, formula, row, t, ratio, reach, weight, error)
     return result
+
+
+def _add_response(
+    result: Update, formula: Formula, row: Row, own: list[int], weight: float, off: float, error: float
+) -> None:
+    """Kimi k1.5: −Â log π(y) + (τ/2) R², with R = log π(y)/π_i(y) of the whole response."""
+    moved = math.fsum(row.logp[t] - row.old[t] for t in own)
+    said = math.fsum(row.logp[t] for t in own)
+    result.loss += weight * (-row.advantage * said + 0.5 * formula.tau * moved * moved)
+    result.loss_doubt += weight * (abs(row.advantage) + formula.tau * abs(moved)) * error * len(own)
+    result.loss_doubt += weight * (abs(said) * off + abs(row.advantage * said) * error)
+    for t in own:
+        result.slopes[-1][t] += weight * (-row.advantage + formula.tau * moved)
+        result.doubt[-1][t] += weight * (off + formula.tau * error * len(own) + abs(row.advantage) * error)
+
+
+def _add_token(
+    result: Update, formula: Formula, row: Row, t: int, ratio: float, reach: list[int], weight: float, off: float,
+    error: float,
+) -> None:  # fmt: skip
+    """The surrogate of one token; ``off``: how far its advantage may be off."""
+    value, by_ratio, beside, outside = pushed(formula, ratio, row.logp[t], row.advantage)
+    result.loss += weight * value
+    result.clipped += outside
+    result.slopes[-1][t] += weight * beside
+    for u in reach:
+        result.slopes[-1][u] += weight * by_ratio / len(reach)
+    size = ratio if formula.surrogate != "reinforce" else 1.0
+    size = min(size, formula.epsilon_high) if formula.surrogate == "cispo" else size
+    unsure = size * (off + 4 * abs(row.advantage) * error)
+    result.doubt[-1][t] += weight * (jump(formula, ratio, row.advantage, 10 * error) + unsure)
+    deep = abs(row.logp[t]) if formula.surrogate in ("reinforce", "cispo") else 1.0
+    result.loss_doubt += weight * deep * unsure
+
+
+def _add_kl(
+    result: Update, formula: Formula, row: Row, t: int, ratio: float, reach: list[int], weight: float, error: float
+) -> None:
+    """β·k of one token in the loss, times the ratio (which has a gradient of its own) where that is asked for."""
+    assert formula.kl is not None
+    value, slope = estimate(formula.kl, row.ref[t] - row.logp[t])
+    paid = weight * formula.beta * (ratio if formula.kl_weighted else 1.0)
+    result.loss += paid * value
+    result.slopes[-1][t] += paid * slope
+    for u in reach if formula.kl_weighted else ():
+        result.slopes[-1][u] += paid * value / len(reach)
+    away = math.exp(max(row.ref[t] - row.logp[t], 0.0)) + abs(row.ref[t] - row.logp[t])
+    result.doubt[-1][t] += paid * 4 * away * error
+    result.loss_doubt += paid * 4 * away * error
