@@ -26,7 +26,12 @@ def main(model_folder: str, out: str) -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     for kind, settings in KINDS.items():
-        shape = {"num_iterations": 2, "learning_rate": 1.0, "per_device_train_batch_size": 2, "update": {"max_tokens": 40}}
+        shape = {
+            "num_iterations": 2,
+            "learning_rate": 1.0,
+            "per_device_train_batch_size": 2,
+            "update": {"max_tokens": 40},
+        }
         config = LabConfig(**arguments(Path(out) / kind, **shape, **settings))
         config.script = ToolRollout(range(20, 90), (1, 1, 5, 9, 14), end_id=0, truncated_share=0.3)
         trainer = Recorded(
