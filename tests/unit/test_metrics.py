@@ -134,3 +134,38 @@ def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> No
 
     book.reduce(TwoRanks())
     assert book.read() == {"entropy": 2.0, "groups/dead_share": 0.25}
+
+
+def test_sampler_metrics_by_hand() -> None:
+    """Where the correction is made in the loss: two rows of three and two tokens, one of them unscored by the engine."""
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    ours = torch.tensor([[-1.0, -2.0, -3.0], [-1.5, -0.5, 9.0]])
+    engines = torch.tensor([[-1.5, -2.0, float("nan")], [-1.5, -0.75, 0.0]])
+    weights = torch.tensor([[1.5, 1.0, 1.0], [1.0, 3.0, 7.0]])
+    objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"])
+    trainer: Any = SimpleNamespace(
+        algorithm=SimpleNamespace(objective=objective),
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=3.0,
+    )
+    extras = {"sampling_per_token_logps": engines, "length_quartile": torch.tensor([3, 0])}
+    step = torch.zeros_like(ours)
+    batch = TokenBatch(ours, ours, step, step[:, :1], mask, None, step, weights, extras)
+    book = MetricBook()
+    record_tokens(trainer, book, batch)
+    book.reduce(ONE)
+    found = {name: value for name, value in book.read().items() if name.startswith("sampling/")}
+    assert found == pytest.approx(
+        {
+            "sampling/sampling_logp_difference/mean": (0.5 + 0 + 0 + 0.25) / 4,  # the unscored token is not counted
+            "sampling/sampling_logp_difference/max": 0.5,
+            "sampling/importance_sampling_ratio/mean": (1.5 + 1 + 1 + 1 + 3) / 5,
+            "sampling/importance_sampling_ratio/min": 1.0,
+            "sampling/importance_sampling_ratio/max": 3.0,
+            "sampling/ratio_mean/len_q1": (1 + 3) / 2,
+            "sampling/ratio_mean/len_q4": (1.5 + 1 + 1) / 3,
+            "sampling/kept_share/len_q1": 1 / 2,  # 3 is the bound: clamped
+            "sampling/kept_share/len_q4": 1.0,
+        }
+    )
