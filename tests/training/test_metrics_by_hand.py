@@ -7,6 +7,7 @@ right, and two passes over a batch so that ratios leave 1. ``tests/distributed/t
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,46 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     assert ("kl" in seen) is (kind == "kl in the loss")
     assert ("update/live_share" in seen) is (kind != "as TRL cuts")
     assert not math.isnan(sum(run.losses))
+
+
+#: documented metrics that the runs above do not have → the test that computes them
+ELSEWHERE = {
+    "kl/reward_penalty": "parity/test_kl_in_reward.py",
+    "accuracy_reward/unscorable_gold": "unit/test_accuracy.py",
+    "accuracy_reward/timeout": "unit/test_accuracy.py",
+    "accuracy_reward/no_answer": "unit/test_accuracy.py",
+    "reward_weights/<name>": "training/test_kimi_trainer.py",
+    "rollout/cut_share": "rollouts/test_thinking_trainer.py",
+    "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",
+    "sampling/ratio_mean/len_q1": "unit/test_metrics.py",
+    "sampling/kept_share/len_q1": "unit/test_metrics.py",
+    "sampling/sampling_logp_difference/mean": "unit/test_metrics.py",
+    "sampling/sampling_logp_difference/max": "unit/test_metrics.py",
+    "sampling/importance_sampling_ratio/mean": "unit/test_metrics.py",
+    "sampling/importance_sampling_ratio/min": "unit/test_metrics.py",
+    "sampling/importance_sampling_ratio/max": "unit/test_metrics.py",
+    "sampler/seen_share": "training/test_sampler_seam.py",
+    "sampler/at_floor_share": "training/test_sampler_seam.py",
+    "aux_loss": "parity/test_drop_in.py",
+    "update/resample_rounds": "training/test_resample.py",
+    "update/resampled_share": "training/test_resample.py",
+    "update/completions_generated": "training/test_resample.py",
+}
+HERE = {
+    *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),
+    *("clip_ratio/high_max", "cispo_clip_ratio", "groups/dead_share", "completions/truncated_share"),
+    *("completions/mean_length_correct", "completions/mean_length_incorrect", "rewards/unscorable_share"),
+    *("update/live_share", "update/padding_share", "update/tokens_computed", "update/tokens_stock"),
+    "update/computed_share",
+}
+
+
+def test_every_documented_metric_has_a_test_that_computes_it() -> None:
+    """The table of docs/metrics.md against the lists above; ``check_steps`` fails on a logged name that it does not compute."""
+    tests = Path(__file__).resolve().parents[1]
+    table = (tests.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)} - {"len_q4"}
+    assert documented == HERE | ELSEWHERE.keys()
+    for name, place in ELSEWHERE.items():
+        assert name.removesuffix("<name>") in (tests / place).read_text(encoding="utf-8"), name

@@ -74,6 +74,8 @@ def test_prioritized_serves_groups_and_follows_the_run(tiny_folder: Path, tmp_pa
     assert sampler.probabilities.tolist() == pytest.approx([w / sum(expected) for w in expected])
     shares = [row["sampler/seen_share"] for row in trainer.state.log_history if "sampler/seen_share" in row]
     assert shares[-1] == pytest.approx(len(seen) / 12)
+    floors = [row["sampler/at_floor_share"] for row in trainer.state.log_history if "sampler/at_floor_share" in row]
+    assert floors[-1] == pytest.approx(sum(1 - s <= 0.05 for s in sampler.success_rates.tolist()) / 12)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from grpo_lab.advantages import (
     advantage_rule,
 )
 from grpo_lab.advantages.groups import group_average, is_dead, sample_std
+from grpo_lab.batch import RewardTable
 
 NAN = math.nan
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 1.0, 3.0], dtype=torch.float64)  # two groups of four
@@ -151,3 +152,24 @@ def test_names_at_the_door() -> None:
 def test_an_epsilon_that_is_none_is_refused(rule: type[GroupZScore | BatchZScore], epsilon: float) -> None:
     with pytest.raises(ValueError, match=r"`advantage\.epsilon`.*≥ 0"):
         rule(epsilon=epsilon)
+
+
+def test_a_reward_table_is_float64_and_keeps_small_penalties() -> None:
+    """Rewards of 1 less 0, 1e-9, 2e-9, 3e-9: float32 sees one number; mean 1.5e-9 is left exactly."""
+    penalty = torch.tensor([[0.0], [-1e-9], [-2e-9], [-3e-9]], dtype=torch.float64)
+    table = RewardTable(torch.cat([torch.ones(4, 1), penalty], dim=1), ("right", "kl"), torch.ones(2), 4, penalties=1)
+    assert table.total.dtype == table.values.dtype == table.weights.dtype == torch.float64
+    close(GroupMean()(table.total, 4), [1.5e-9, 0.5e-9, -0.5e-9, -1.5e-9], tolerance=1e-15)
+
+
+def test_sums_of_rewards_have_the_resolution_of_float32() -> None:
+    """0.1 + 0.2 and 0.3 + 0 are the same reward, as they are to TRL: a dead group, not an advantage of ±0.7 without ε."""
+    table = RewardTable(torch.tensor([[0.1, 0.2], [0.3, 0.0]]), ("a", "b"), torch.ones(2), 2)
+    assert is_dead(table.total.view(1, 2)).tolist() == [True]
+
+
+@pytest.mark.parametrize("rule", ["group_mean", "group_zscore", "batch_zscore", "leave_one_out"])
+def test_float32_rewards_lose_nothing_but_the_last_rounding(rule: str) -> None:
+    rewards = 1 - 1e-4 * torch.rand(8, generator=torch.Generator().manual_seed(0))
+    exact = advantage_rule(rule)(rewards.double(), 4)
+    torch.testing.assert_close(advantage_rule(rule)(rewards, 4).double(), exact, rtol=2**-23, atol=0)

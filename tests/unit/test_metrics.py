@@ -1,15 +1,18 @@
-"""The metric book: pairs, ranks, mean of means; and docs/metrics.md against what is logged."""
+"""The metric book: pairs, ranks, mean of means. Whole runs by hand: ``tests/training/test_metrics_by_hand.py``."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_lab.trainer.metrics import MetricBook, add_token_metric, reward_metrics
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
+from grpo_lab.trainer.metrics import LeftOut, MetricBook, add_token_metric, reward_metrics
+from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)
 TWO_ALIKE = SimpleNamespace(gather=lambda value: torch.cat([value, value]))
@@ -81,15 +84,41 @@ def test_reward_metrics_by_hand() -> None:
     }
 
 
-def test_every_name_in_the_code_stands_in_the_docs() -> None:
-    root = Path(__file__).resolve().parents[2]
-    documented = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*)`", (root / "docs" / "metrics.md").read_text()))
-    code = "\n".join(
-        path.read_text() for path in (root / "grpo_lab").rglob("*.py") if path.parent.name in ("trainer", "objectives")
-    )
-    named = set(re.findall(r'"((?:clip_ratio|groups|completions|update|sampling|kl|rewards|rollout)/[a-z_/]+)"', code))
-    assert named - documented == set()
-    assert {"entropy", "kl", "cispo_clip_ratio"} <= documented
+def test_reward_metrics_hold_correct_from_one_on() -> None:
+    """0.75 is no solved problem: the definition of evaluation, samplers and pass rates."""
+    book = MetricBook()
+    lengths = torch.tensor([2, 4, 6])
+    nothing = torch.zeros(3, dtype=torch.bool)
+    reward_metrics(book, nothing[:1], lengths, nothing, torch.tensor([1.0, 0.75, 0.0]))
+    found = book.read()
+    assert (found["completions/mean_length_correct"], found["completions/mean_length_incorrect"]) == (2.0, 5.0)
+
+
+def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
+    """A token ratio; 3 + 5 tokens computed of which 2 are clipped, then a dummy bin; two rows of 4 and 6 tokens left out.
+
+    2 / (8 + 10), and not 2 / (8 + 2) as if the dummy's width of one made rows of them. A sequence ratio counts rows: 1 / (2 + 2).
+    """
+    found = {}
+    for ratio in ("token", "sequence"):
+        objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"], ratio)
+        trainer: Any = SimpleNamespace(algorithm=SimpleNamespace(objective=objective), _metrics={}, _books={})
+        moved = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0, 0.0]])
+        mask = torch.arange(5) < torch.tensor([[3], [5]])
+        book = MetricBook()
+        dummy = torch.zeros(1, 1)
+        for steps, where in ((moved, mask), (dummy, dummy.bool())):
+            old = -torch.ones_like(steps)
+            batch = TokenBatch(old + steps, old, log_ratio(ratio, old + steps, old, where), dummy + 1, where)
+            batch = replace(batch, entropies=torch.zeros_like(steps))
+            record_tokens(trainer, book, batch)
+        two = torch.tensor([2.0])
+        record_skipped(trainer, book, batch, LeftOut(torch.tensor([10.0]), two, two, torch.tensor([False])))
+        book.reduce(ONE)
+        found[ratio] = book.read()
+    assert found["token"]["clip_ratio/high_mean"] == pytest.approx(2 / 18)
+    assert found["token"]["clip_ratio/high_max"] == pytest.approx(1 / 3)
+    assert found["sequence"]["clip_ratio/high_mean"] == pytest.approx(1 / 4)  # e^(1/3) > 1.2, e^(1/10) is not
 
 
 def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> None:
@@ -105,3 +134,38 @@ def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> No
 
     book.reduce(TwoRanks())
     assert book.read() == {"entropy": 2.0, "groups/dead_share": 0.25}
+
+
+def test_sampler_metrics_by_hand() -> None:
+    """Where the correction is made in the loss: two rows of three and two tokens, one of them unscored by the engine."""
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    ours = torch.tensor([[-1.0, -2.0, -3.0], [-1.5, -0.5, 9.0]])
+    engines = torch.tensor([[-1.5, -2.0, float("nan")], [-1.5, -0.75, 0.0]])
+    weights = torch.tensor([[1.5, 1.0, 1.0], [1.0, 3.0, 7.0]])
+    objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"])
+    trainer: Any = SimpleNamespace(
+        algorithm=SimpleNamespace(objective=objective),
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=3.0,
+    )
+    extras = {"sampling_per_token_logps": engines, "length_quartile": torch.tensor([3, 0])}
+    step = torch.zeros_like(ours)
+    batch = TokenBatch(ours, ours, step, step[:, :1], mask, None, step, weights, extras)
+    book = MetricBook()
+    record_tokens(trainer, book, batch)
+    book.reduce(ONE)
+    found = {name: value for name, value in book.read().items() if name.startswith("sampling/")}
+    assert found == pytest.approx(
+        {
+            "sampling/sampling_logp_difference/mean": (0.5 + 0 + 0 + 0.25) / 4,  # the unscored token is not counted
+            "sampling/sampling_logp_difference/max": 0.5,
+            "sampling/importance_sampling_ratio/mean": (1.5 + 1 + 1 + 1 + 3) / 5,
+            "sampling/importance_sampling_ratio/min": 1.0,
+            "sampling/importance_sampling_ratio/max": 3.0,
+            "sampling/ratio_mean/len_q1": (1 + 3) / 2,
+            "sampling/ratio_mean/len_q4": (1.5 + 1 + 1) / 3,
+            "sampling/kept_share/len_q1": 1 / 2,  # 3 is the bound: clamped
+            "sampling/kept_share/len_q4": 1.0,
+        }
+    )

@@ -1,0 +1,101 @@
+"""``describe()``, ``loss_type`` and the model card say what was trained, hooks of a subclass included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab import LabConfig, LabTrainer
+from parity.harness import arguments, mixed_reward, problems
+
+
+def soft(batch: Any) -> Tensor:
+    return -batch.advantages * (batch.ratio - 1).tanh()
+
+
+class Shaped(LabTrainer):
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._calculate_rewards(*args, **kwargs)
+
+    def compute_advantages(self, table: Any) -> Tensor:
+        return super().compute_advantages(table)
+
+    def token_loss(self, batch: Any) -> Tensor:
+        return super().token_loss(batch)
+
+
+class OwnLoss(LabTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        return super()._compute_loss(model, inputs)
+
+
+def trainer(kind: Any, folder: Path, tiny: Path, **settings: Any) -> Any:
+    return kind(
+        AutoModelForCausalLM.from_pretrained(tiny),
+        mixed_reward(),
+        LabConfig(**arguments(folder, **settings)),
+        problems(),
+        processing_class=AutoTokenizer.from_pretrained(tiny),
+    )
+
+
+def card_of(made: Any) -> str:
+    made.create_model_card(model_name="mine")
+    return (Path(made.args.output_dir) / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss_type", "scaling"),
+    [
+        ({"objective": "reinforce"}, "grpo_lab:reinforce", "none"),
+        ({"objective": "mirror_descent"}, "grpo_lab:mirror_descent", "none"),
+        ({"objective": "gspo"}, "grpo", "group"),
+        ({"objective": "dr_grpo", "advantage": "leave_one_out"}, "dr_grpo", "none"),
+        ({"objective": {"name": "dr_grpo", "surrogate": soft}}, "grpo_lab:dr_grpo+surrogate=soft", "none"),
+        ({"objective": {"name": "dapo", "aggregation": "sequence_sum"}}, "grpo_lab:dapo+aggregation=sequence_sum", "group"),
+        ({}, "dapo", "group"),
+    ],
+)  # fmt: skip
+def test_what_trl_calls_the_loss(settings: dict[str, Any], loss_type: str, scaling: str, tmp_path: Path) -> None:
+    config = LabConfig(**arguments(tmp_path, **settings))
+    assert (config.loss_type, config.scale_rewards) == (loss_type, scaling)
+    assert json.loads(config.to_json_string())["loss_type"] == loss_type
+    config.agree()  # a second time, as the trainer does with class attributes
+    assert config.loss_type == loss_type
+
+
+def test_such_a_loss_type_without_its_objective_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="what a run with `objective` wrote there"):
+        LabConfig(**arguments(tmp_path, loss_type="grpo_lab:reinforce"))
+
+
+def test_hooks_stand_in_the_description_and_in_the_card(tiny_folder: Path, tmp_path: Path) -> None:
+    made = trainer(Shaped, tmp_path, tiny_folder, objective="reinforce")
+    said = made.algorithm.describe()
+    assert "advantage=Shaped.compute_advantages over group_mean" in said
+    assert "surrogate=Shaped.token_loss over Reinforce" in said
+    assert "rewards=Shaped._calculate_rewards" in said
+    card = card_of(made)
+    assert said in card
+    assert "None" not in card
+    assert f"the local model `{tiny_folder}`" in card
+    assert "Williams 1992" in card
+    assert "parity_reward × 1" in card
+    assert "trained with GRPO" not in card
+    assert "2402.03300" not in card
+
+
+def test_a_replaced_loss_and_trls_own(tiny_folder: Path, tmp_path: Path) -> None:
+    own = trainer(OwnLoss, tmp_path / "a", tiny_folder, objective="dapo")
+    assert "loss=OwnLoss._compute_loss" in own.algorithm.describe()
+    plain = trainer(LabTrainer, tmp_path / "b", tiny_folder, objective="mirror_descent")
+    assert "Shaped" not in plain.algorithm.describe()
+    assert "objective=mirror_descent" in card_of(plain)
+    left = trainer(LabTrainer, tmp_path / "c", tiny_folder, loss_type="sapo")
+    assert left.algorithm.describe().startswith("TRL's own loss (loss_type='sapo'): objective=trl:sapo")
+    assert "TRL's own loss" in card_of(left)
