@@ -269,7 +269,7 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
     words = content.strip(" \t*_.\"'")
     if answer is None:
         words = stated_in_words(words) or words
-    if answer is None and numberstated_in_words(words) is None and not 0 < len(words.split()) <= 3:
+    if answer is None and number_in_words(words) is None and not 0 < len(words.split()) <= 3:
         return []
     return [Answer(answer or words, marker, start, content_start + len(content), weak=answer is None)]
 
