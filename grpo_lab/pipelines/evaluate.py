@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.pipelines.kept import Kept
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
 from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, data_section
@@ -74,7 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]
             of = f"of the loader{'s' * (len(loaders) > 1)} {', '.join(loaders)}"
             rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", metavar="VALUE", help=of, **given)
-    how = parser.add_argument_group("generation and judging")
+    _add_generation(parser.add_argument_group("generation and judging"), given)
+    parser.add_argument(
+        "--output", type=Path, help="new folder for per-problem outputs (parquet, jsonl) and summary.json"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in the output folder")
+
+
+def _add_generation(how: Any, given: Any) -> None:
     how.add_argument("--mode", choices=["strict", "lenient"], help="how answers are read (default: strict)", **given)
     how.add_argument("--max-new-tokens", type=int, help="default: 512", **given)
     how.add_argument("--batch-size", type=int, help="default: 64", **given)
@@ -84,10 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--temperature", type=float, help="of the samples (default: 1.0)", **given)
     how.add_argument("--seed", type=int, help="of the samples (default: 0); the rows' is --data.seed", **given)
     how.add_argument("--tokenizer", help="another tokenizer's folder (default: the model's own)")
-    parser.add_argument(
-        "--output", type=Path, help="new folder for per-problem outputs (parquet, jsonl) and summary.json"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in the output folder")
 
 
 def run(known: argparse.Namespace) -> int:
@@ -122,7 +126,7 @@ def run(known: argparse.Namespace) -> int:
         where = (
             f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
         )
-        raise KeyboardInterrupt(f"the {len(result.outcomes):,} answers that were there: {where}")
+        raise Kept(f"the {len(result.outcomes):,} answers that were there: {where}")
     return 0
 
 

@@ -10,10 +10,18 @@ from typing import Any
 NOTHING = "nothing"
 
 
+class Kept(KeyboardInterrupt):
+    """Ctrl-C in a command that knows itself what it kept."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
 def kept(known: argparse.Namespace, words: list[str], stop: BaseException) -> str:
     """In words, what the interrupted command left on disk. Never raises: it is the last thing that is said."""
-    if said := str(stop):  # the command has said it itself
-        return said
+    if isinstance(stop, Kept):
+        return stop.what
     try:
         return _OF[known.command](known, words)
     except (KeyError, ValueError, OSError):

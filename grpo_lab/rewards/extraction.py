@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from grpo_lab.rewards.expression import is_expression, joined, last_expression, stated_expression
+from grpo_lab.rewards.headings import is_heading
 from grpo_lab.rewards.run_on import next_turn_start, run_on_start
-from grpo_lab.rewards.whole_number import number_in_words
+from grpo_lab.rewards.whole_number import number_in_words, stated_in_words
 
 Mode = Literal["strict", "lenient"]
 Marker = Literal["answer_tag", "boxed", "hashes", "a_line", "phrase", "whole", "last_expression", "last_letter"]
@@ -29,8 +30,6 @@ T = TypeVar("T")
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[-+]?\$?[\d.,/]*\d|\\[a-zA-Z]+[^$\n]{0,80}|[a-zA-Z]\b")
 _HASHES = re.compile(r"####[ \t]*")
-_NUMBERED = re.compile(r"(\d{1,3})[.)]\s+[^\W\d_]")
-_HEADING = re.compile(r"(?:step|part|case|solution|question|problem)\b", re.IGNORECASE)
 _A_LINE = re.compile(r"^[ \t>*_#-]{0,8}A[*_]{0,2}:[*_]{0,2}[ \t]*", re.MULTILINE)
 _PHRASE = re.compile(
     r"\b(?:answers?|ans)\b[*_]{0,3}(?:[ \t,(][^.:=?!\n$\\]{0,60}?)?[ \t*_]{0,3}(?:\bis\b|\bare\b|\bwas\b|\bequals\b|\bwould be\b|\bwill be\b|\bshould be\b|:|=)",
@@ -50,7 +49,6 @@ _CHECKING = re.compile(
 )
 _LAST_LETTER = re.compile(r"(?<![A-Za-z'\d])(?<!not )(?<!nor )(?<!than )([A-H])(?![A-Za-z'\d])")
 _TASK_IN_LINE = re.compile(r"\s(?:Question|Problem|Exercise|Q|User|Human)\s?\d{0,3}:")
-_VERB = re.compile(r"\b(?:is|are|equals|was)\b:?|=|:")
 _WINDOW = 700
 _KEPT = 24
 _LONGEST_READ = 4000
@@ -200,13 +198,7 @@ def _read(content: str) -> str:
     """The expression that the content of a firm marker states, or its words as they are."""
     if len(content) > _LONGEST_READ:
         return content.strip()
-    return stated_expression(content) or _in_words(content) or content.strip()
-
-
-def _in_words(content: str) -> str | None:
-    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
-    content = content.strip(" \t\n*_.\"'")
-    return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
+    return stated_expression(content) or stated_in_words(content) or content.strip()
 
 
 def _boxes(text: str) -> list[Answer]:
@@ -247,19 +239,9 @@ def _hashes(text: str) -> list[Answer]:
     found = []
     for head in _first_and_last(list(_HASHES.finditer(text))):
         line = _line(text, head.end()).split("####")[0]
-        if not line.startswith("#") and not _HEADING.match(line) and not _is_list_item(text, head.start(), line):
+        if not is_heading(line, text[max(0, head.start() - _LONGEST_READ) : head.start()]):
             found += _stated(line, "hashes", head.start(), head.end())
     return found
-
-
-def _is_list_item(text: str, start: int, line: str) -> bool:
-    """`#### 2. Multiply` after an item 1: a heading. `#### 30. Jeff walks ...` with no item 29 before is the answer 30."""
-    numbered = _NUMBERED.match(line)
-    if numbered is None:
-        return False
-    number = int(numbered[1])
-    before = re.compile(rf"^[#*\s]{{0,8}}(?:(?:step|part)\s+)?{number - 1}[.):]", re.MULTILINE | re.IGNORECASE)
-    return number <= 1 or before.search(text[max(0, start - _LONGEST_READ) : start]) is not None
 
 
 def _a_lines(text: str) -> list[Answer]:
@@ -286,7 +268,7 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
     answer = stated_expression(content)
     words = content.strip(" \t*_.\"'")
     if answer is None:
-        words = _in_words(words) or words
+        words = stated_in_words(words) or words
     if answer is None and number_in_words(words) is None and not 0 < len(words.split()) <= 3:
         return []
     return [Answer(answer or words, marker, start, content_start + len(content), weak=answer is None)]

@@ -37,6 +37,7 @@ _MEASURE = (
     r"|lb|lbs|pounds?|kg|kilograms?|stone|gallons?|dollars?|euros?|degrees?)"
 )
 _SMALLER_MEASURE = re.compile(rf"\s?{_MEASURE}\b,?\s+(?=\d)", re.IGNORECASE)
+_VERB = re.compile(r"\b(?:is|are|equals|was)\b:?|=|:")
 _LIST = re.compile(
     r"(?:\s+[^\W\d_]{1,20}){1,2}(?:\s*,\s*(?:and\s+)?\d[\d,.]*(?:\s+[^\W\d_]{1,20}){1,2}){1,8}\s*\.?\s*$"
 )
@@ -76,3 +77,9 @@ def number_in_words(text: str) -> str | None:
     rest = text[read.end :]
     counted = re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", rest)
     return text if counted is not None else None
+
+
+def stated_in_words(content: str) -> str | None:
+    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
+    content = content.strip(" \t\n*_.\"'")
+    return number_in_words(content) or number_in_words(_VERB.split(content)[-1])

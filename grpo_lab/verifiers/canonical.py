@@ -98,7 +98,7 @@ _PERCENT_WORD = re.compile(rf"{_GAP}(?:\\?%|percent|percentage(?: points?)?|pct|
 _PERCENT_AT_END = re.compile(rf"(?<=[\d}}]){_GAP}(?:\\%|percent(?:age points?)?|pct|per cent)$", re.IGNORECASE)
 _TIME_OF_DAY = re.compile(r"(?<=\d)\s*[ap]\.\s?m\.?$", re.IGNORECASE)
 _NUMBER_THEN_WORDS = re.compile(
-    rf"({_NUMBER}(?<=\d)(?:/\d+)?) ([^\W\d_]{{1,20}}(?: [^\W\d_]{{1,20}}){{0,5}})(?:\^\{{?\d\}}?)?"
+    rf"({_NUMBER}(?<=\d)(?:/\d+)?) ([^\W\d_]{{1,20}}\.?(?: [^\W\d_]{{1,20}}\.?){{0,5}})(?:\^\{{?\d\}}?)?"
 )
 UNITS_WORDS = (
     "m cm mm km g kg mg s h hr hrs min mins sec secs L l ml mL ft in lb lbs oz mph kmh kph usd eur dollars dollar "
@@ -196,7 +196,7 @@ def _without_unit(text: str) -> str:
     if degrees:
         return degrees[1]
     counted = _NUMBER_THEN_WORDS.fullmatch(text)
-    if counted and all(is_unit_word(word) for word in counted[2].split()):
+    if counted and all(is_unit_word(word.rstrip(".")) for word in counted[2].split()):
         return counted[1]
     return text
 

@@ -39,6 +39,9 @@ _JOINT = re.compile(
     r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])[^{}]*\}"
     r"|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|;|\\\\|\\q?quad(?![a-zA-Z])|\\(?:land|wedge|lor|vee)(?![a-zA-Z])|\\?&"
 )
+_NEXT_EQUATION = re.compile(  # "x = 3 while y = 5", "x=3 \\mid y=5", two lines
+    r"(?<=[\d}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\\mid(?![a-zA-Z])|\||\s)\s*(?=[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*=)"
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _BRACKETS = re.compile(r"[()\[\]]|\\[{}]|\\begin|,|;|=|<|>|\\(?:cup|cap|in|leq?|geq?|neq|pm)(?![a-zA-Z])")
 _WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$+-]*(?<![A-Za-z])\d")
@@ -58,7 +61,11 @@ def in_figures(text: str, letters: bool = False) -> str:
     if found is None or found.plain or (found.suffix and not letters):
         return text
     rest = flat[found.end :]
-    if rest.strip(" .") and not _is_unit_phrase(rest) and not (found.part and _OF_WHAT.fullmatch(rest)):
+    if (
+        rest.strip(" .")
+        and not _is_unit_phrase(rest)
+        and not ((found.part or found.percent) and _OF_WHAT.fullmatch(rest))
+    ):
         return text
     number = flat[: found.end]
     if found.percent:
@@ -157,12 +164,14 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
 
 
 def parts_of(answer: str) -> list[str]:
-    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` outside of brackets and matrices."""
+    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` and before a further equation, outside of
+    brackets and matrices.
+    """
     if r"\begin" in answer:
         return [answer]
     parts, depth, last = [], 0, 0
     marks = sorted(
-        [(m.start(), m.end(), True) for m in _JOINT.finditer(answer)]
+        [(m.start(), m.end(), True) for joint in (_JOINT, _NEXT_EQUATION) for m in joint.finditer(answer)]
         + [(m.start(), m.end(), False) for m in re.finditer(r"[()\[\]{}]", answer)]
     )
     inside_joint = 0

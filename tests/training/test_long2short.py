@@ -163,3 +163,16 @@ def test_golds_that_no_answer_can_meet_stop_the_run_before_it_samples(tmp_path: 
     shortened = recipe(tmp_path, tmp_path / "none", "dpo", data=rows, reward="accuracy", evaluation=None)
     with pytest.raises(ValueError, match="gold answers are unusable"):
         long2short(shortened)
+
+
+@pytest.mark.slow
+def test_a_prompt_without_room_does_not_stop_the_others(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    questions = ["What is 2 + 2?", "word " * 600, "What is 7 - 3?"]
+    file.write_text("".join(json.dumps({"question": q, "solution": "4"}) + "\n" for q in questions))
+    data = {"loader": "file", "source": str(file), "template": "none"}
+    done = long2short(recipe(tmp_path, tiny_folder, "shortest_sft", data=data, n_samples=24, evaluation=None))
+    assert len((done.folder / "samples.jsonl").read_text().splitlines()) == 1 + 2
+    assert "left out 1 of 3 problems" in " ".join(capsys.readouterr().out.split())

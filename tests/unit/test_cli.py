@@ -15,6 +15,7 @@ import yaml
 
 from grpo_lab import __version__
 from grpo_lab.cli import main
+from grpo_lab.evaluation.generation import GenerationStopped
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
@@ -181,7 +182,9 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
 
     def stopped(*_: Any) -> int:
-        raise KeyboardInterrupt
+        raise GenerationStopped(
+            []
+        )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
 
     monkeypatch.setattr(f"grpo_lab.cli._{words[0]}", stopped)
     arguments = [str(out)] if words == ["report"] else ["--config", config]
