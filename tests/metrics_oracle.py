@@ -182,19 +182,18 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
 
 
 def of_update(step: dict[str, Any], config: Any) -> dict[str, float]:
-    if config.lab_settings.update.is_off:
-        return {}
-    rows = step["rows"]
-    everything = config.lab_settings.update.dead_groups == "keep" or config.beta > 0
+    rows, off = step["rows"], config.lab_settings.update.is_off
+    everything = off or config.lab_settings.update.dead_groups == "keep" or config.beta > 0
     live = [row for row in rows if row["advantage"] != 0 or everything]
     stock = sum(count * (prompt + width) for count, prompt, width in step["shapes"])
     useful = sum(len(row["prompt"]) + len(row["ids"]) for row in live)
+    computed = stock if off else step["forwarded"]  # the count is of bins
     return {
         "update/live_share": len(live) / len(rows),
-        "update/tokens_computed": step["forwarded"],
+        "update/tokens_computed": computed,
         "update/tokens_stock": stock,
-        "update/computed_share": step["forwarded"] / stock,
-        "update/padding_share": 1 - useful / step["forwarded"],
+        "update/computed_share": computed / stock,
+        "update/padding_share": 1 - useful / computed,
     }
 
 

@@ -29,6 +29,7 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _check_folder(model)
     base = _base_of_adapter(model)
     kind: Any = AutoModelForCausalLM if base is None else AutoPeftModelForCausalLM
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
@@ -40,6 +41,14 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     with parts.loading(model):
         loaded = kind.from_pretrained(model)
     return loaded.to(device).eval(), loaded_tokenizer
+
+
+def _check_folder(model: str) -> None:
+    folder = Path(model)
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(
+            f"{model!r} is no local folder with a saved model: it holds no config.json or adapter_config.json"
+        )
 
 
 def _base_of_adapter(model: str) -> str | None:

@@ -130,10 +130,13 @@ class ExactUpdate:
         if self._verdict is None or (first and has_team_parts(self.trainer)):  # a team's part may change with the step
             self._verdict = verdict(self.trainer)
         if self._verdict.stock is not None:
-            self.record.as_trl(inputs, self._verdict, self.trainer.lab_settings.update.max_tokens)
             if self.trainer.accelerator.sync_gradients:
                 self._old.before_update_in_trls_batches()
-            return self.trainer._compute_loss(model, inputs)
+            loss: Tensor = self.trainer._compute_loss(model, inputs)
+            self.record.as_trl(
+                inputs, self._verdict, self.trainer.lab_settings.update.max_tokens
+            )  # settles metrics: last
+            return loss
         if is_multimodal(inputs):
             raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
         self._window.append(inputs)
