@@ -36,7 +36,10 @@ class Head:
         hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float,
         _chunk: int, softcap: float | None, scale: float, outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        assert bias is None and softcap is None and scale == 1.0 and set(outputs) <= {"log_probs", "entropy"}
+        assert bias is None
+        assert softcap is None
+        assert scale == 1.0
+        assert set(outputs) <= {"log_probs", "entropy"}
         logp = (hidden @ weight.T / temperature).log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1).detach() if "entropy" in outputs else None
         return logp.gather(-1, labels[:, None]).squeeze(-1), entropy, None, None, None
