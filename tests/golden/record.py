@@ -23,9 +23,8 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, arguments, problems
 from parity.sampler import NoisySampler, as_with_vllm
 
+HERE = Path(__file__).resolve().parent
 RECORD = HERE / "trajectories.json"
 PROJECTIONS = 4
 #: logged, but of the clock and not of the training
