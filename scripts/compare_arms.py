@@ -86,7 +86,7 @@ def main() -> None:
 
 def cold_start(experiment: Experiment, folder: Path) -> Path:
     """The shared start, made once."""
-    from grpo_lab.trainer.cold_start import cold_start as supervised
+    from grpo_lab.trainer.supervised.cold_start import cold_start as supervised
 
     start, recipe = folder / "cold_start", read_recipe(experiment.recipe)
     if not (start / "config.json").is_file():

@@ -50,8 +50,8 @@ def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
 
 def describe(recipe: Recipe) -> dict[str, str]:
     """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
-    from grpo_lab.trainer.algorithm import algorithm_from
-    from grpo_lab.trainer.named_parts import with_class_parts
+    from grpo_lab.trainer.settings.algorithm import algorithm_from
+    from grpo_lab.trainer.settings.named_parts import with_class_parts
 
     recipe = parts.numbers_read(recipe)
     config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, _config(recipe))
@@ -88,8 +88,8 @@ def _around(recipe: Recipe) -> dict[str, str]:
     """What the recipe says beside the training itself."""
     facts = {}
     if recipe.cold_start is not None:
-        from grpo_lab.trainer.cold_start import SFTConfig
-        from grpo_lab.trainer.settings import refuse_unknown
+        from grpo_lab.trainer.settings.parse import refuse_unknown
+        from grpo_lab.trainer.supervised.cold_start import SFTConfig
 
         refuse_unknown(recipe.cold_start.arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
         facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"

@@ -31,7 +31,7 @@ from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
-from grpo_lab.trainer.preference import check_training
+from grpo_lab.trainer.supervised.preference import check_training
 
 OWN_SAMPLES = "samples.jsonl"
 
@@ -189,11 +189,11 @@ def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     arguments = {"seed": recipe.sampling.seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
     if recipe.method == "shortest_sft":
-        from grpo_lab.trainer.cold_start import supervised
+        from grpo_lab.trainer.supervised.cold_start import supervised
 
         supervised(model, tokenizer, data, folder, arguments)
     else:
-        from grpo_lab.trainer.preference import prefer
+        from grpo_lab.trainer.supervised.preference import prefer
 
         method: Any = recipe.method
         prefer(method, model, tokenizer, data, folder, arguments)

@@ -32,7 +32,7 @@ REWARDS = {
     "language_consistency": "LanguageConsistencyReward",
 }
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
-"""TRL's, built by ``grpo_lab.trainer.trl_rewards``."""
+"""TRL's, built by ``grpo_lab.trainer.trl_bridge.rewards``."""
 MAX_UNPARSEABLE_GOLDS = 0.01
 
 
@@ -58,7 +58,7 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
     elif section.name in SHAPING:
-        from grpo_lab.trainer import trl_rewards
+        from grpo_lab.trainer.trl_bridge import rewards as trl_rewards
 
         return _built(trl_rewards.SHAPING[section.name], section, where)
     elif ":" in section.name:
@@ -163,7 +163,7 @@ def lora_config(section: ModelSection) -> Any:
         return None
     from peft import LoraConfig
 
-    from grpo_lab.trainer.settings import refuse_unknown
+    from grpo_lab.trainer.settings.parse import refuse_unknown
 
     refuse_unknown(section.lora, [f.name for f in dataclasses.fields(LoraConfig)], "`model.lora`")
     return LoraConfig(**{"task_type": "CAUSAL_LM", **typed(section.lora, LoraConfig, "model.lora")})
@@ -235,9 +235,9 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
-    from grpo_lab.trainer import settings
-    from grpo_lab.trainer.rollout_seam import RolloutSettings
-    from grpo_lab.trainer.sampler_seam import SamplerSettings
+    from grpo_lab.trainer.prompts.sampler import SamplerSettings
+    from grpo_lab.trainer.rollout.engine import RolloutSettings
+    from grpo_lab.trainer.settings import parse as settings
 
     mappings: dict[str, Any] = {
         "objective": settings.ObjectiveSettings,

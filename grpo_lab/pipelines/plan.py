@@ -25,7 +25,7 @@ from grpo_lab.pipelines.kept import problems_in
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.recipe import DataSection, RewardSection
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.trainer.preference import check_training
+from grpo_lab.trainer.supervised.preference import check_training
 
 
 def show(name: str, facts: Mapping[str, str], console: Console | None = None) -> None:

@@ -123,7 +123,7 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
         return str(start)
     model, tokenizer = parts.load_model(recipe.model, config.seed)
     if recipe.cold_start is not None:
-        from grpo_lab.trainer.cold_start import cold_start
+        from grpo_lab.trainer.supervised.cold_start import cold_start
 
         console.rule("cold start")
         began = time.perf_counter()

@@ -9,7 +9,12 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_lab.objectives import MirrorDescent, preset
-from grpo_lab.trainer.algorithm import (
+from grpo_lab.trainer.prompts.sampler import check_sampler
+from grpo_lab.trainer.rollout.correction import check_sampling_correction
+from grpo_lab.trainer.rollout.engine import rollout_settings
+from grpo_lab.trainer.rollout.thinking import check_thinking
+from grpo_lab.trainer.scoring.schedules import reward_schedules
+from grpo_lab.trainer.settings.algorithm import (
     NOT_TRLS,
     TRL_EQUIVALENT,
     TRL_SCALING,
@@ -17,13 +22,8 @@ from grpo_lab.trainer.algorithm import (
     algorithm_from,
     trl_loss_type,
 )
-from grpo_lab.trainer.batch_sizes import check_batch_sizes
-from grpo_lab.trainer.rollout_seam import rollout_settings
-from grpo_lab.trainer.sampler_seam import check_sampler
-from grpo_lab.trainer.sampling_correction import check_sampling_correction
-from grpo_lab.trainer.settings import LabSettings, lab_settings, refuse_unknown
-from grpo_lab.trainer.thinking_seam import check_thinking
-from grpo_lab.trainer.weight_schedules import reward_schedules
+from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
+from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, refuse_unknown
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
 NOT_HONOURED: tuple[str, ...] = (

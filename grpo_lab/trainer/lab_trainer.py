@@ -17,8 +17,35 @@ from trl.trainer import grpo_trainer
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.algorithm import algorithm_from
-from grpo_lab.trainer.door import (
+from grpo_lab.trainer.metrics.book import MetricBook, reward_metrics, unrecorded
+from grpo_lab.trainer.prompts.fit import check_training_prompts, refuse_long
+from grpo_lab.trainer.prompts.sampler import PromptOrder, sampler_settings, with_row_numbers
+from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
+from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
+from grpo_lab.trainer.resume.saved_arguments import picklable
+from grpo_lab.trainer.rollout.correction import check_sampling_correction, length_quartiles, record_by_length
+from grpo_lab.trainer.rollout.engine import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
+from grpo_lab.trainer.rollout.thinking import thinking_rollout
+from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
+from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
+from grpo_lab.trainer.scoring.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
+from grpo_lab.trainer.scoring.reward_table import (
+    Scored,
+    as_trl_calls_it,
+    check_finite,
+    correctness,
+    dead_groups,
+    fill_group_rewards,
+    gathered_rows,
+    nan_counts,
+    truncated_rows,
+)
+from grpo_lab.trainer.scoring.schedules import WeightSchedules, reward_schedules
+from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
+from grpo_lab.trainer.settings.algorithm import algorithm_from
+from grpo_lab.trainer.settings.inputs import (
     check_budget,
     check_hooks,
     check_inputs,
@@ -26,42 +53,15 @@ from grpo_lab.trainer.door import (
     check_requires,
     completion_limit,
 )
-from grpo_lab.trainer.environment_rewards import with_environment_rewards, without_environment_rewards
-from grpo_lab.trainer.exact_update import ExactUpdate
-from grpo_lab.trainer.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.interrupt import KeptOnInterrupt
-from grpo_lab.trainer.jit_checkpoint import StepEndCheckpoint
-from grpo_lab.trainer.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
-from grpo_lab.trainer.log_probs import GenerationForwards
-from grpo_lab.trainer.loss_proof import prove_loss
-from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
-from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
-from grpo_lab.trainer.model_card import in_our_words
-from grpo_lab.trainer.model_conditions import takes_positions
-from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
-from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
-from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
-from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
-from grpo_lab.trainer.reward_table import (
-    Scored,
-    check_finite,
-    correctness,
-    dead_groups,
-    fill_group_rewards,
-    gathered_rows,
-    nan_counts,
-    seam_for,
-    truncated_rows,
-)
-from grpo_lab.trainer.rollout_seam import SyncProof, engine_class, rollout_settings
-from grpo_lab.trainer.sampler_seam import SamplerSeam, sampler_settings, with_row_numbers
-from grpo_lab.trainer.sampling_correction import check_sampling_correction, length_quartiles, record_by_length
-from grpo_lab.trainer.saved_arguments import picklable
-from grpo_lab.trainer.scoring import record_not_numbers, scored_by
-from grpo_lab.trainer.server_seam import checkpoint_if_server_gone
-from grpo_lab.trainer.thinking_seam import thinking_rollout
-from grpo_lab.trainer.trl_advantages import trl_advantages
-from grpo_lab.trainer.weight_schedules import WeightSchedules, reward_schedules
+from grpo_lab.trainer.settings.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.log_probs import GenerationForwards
+from grpo_lab.trainer.step.loss_proof import prove_loss
+from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
+from grpo_lab.trainer.step.model_conditions import takes_positions
+from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
+from grpo_lab.trainer.trl_bridge.advantages import trl_advantages
+from grpo_lab.trainer.trl_bridge.model_card import in_our_words
 
 logger = logging.getLogger("grpo_lab")
 
@@ -150,7 +150,7 @@ class LabTrainer(GRPOTrainer):
         self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
         if self._optimizer_reset is not None:
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
-        self._sampling = SamplerSeam(self, sampling)
+        self._sampling = PromptOrder(self, sampling)
         self._generation_buffer = GenerationBuffer(self)
         self.callback_handler.callbacks.insert(0, self._generation_buffer)  # others may write a checkpoint
         self._step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(self)
@@ -241,7 +241,7 @@ class LabTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         names = tuple(self.reward_func_names)
-        seams = [seam_for(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
+        seams = [as_trl_calls_it(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
         with trl_bridge.replaced(self, "reward_funcs", seams):
             values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         check_finite(values, names)

@@ -36,7 +36,7 @@ from parity.sampler import NoisySampler, as_with_vllm
 ROOM = Path(room.__file__).parent
 GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
 LOSS = inspect.getsource(GRPOTrainer._compute_loss)
-#: methods of ``VLLMGeneration`` that ``rollout_seam`` overrides or calls
+#: methods of ``VLLMGeneration`` that ``rollout.engine`` overrides or calls
 ENGINE = {
     "_init_vllm": ("self",),
     "sync_weights": ("self",),
@@ -114,7 +114,7 @@ def test_constructor_takes_what_trl_takes() -> None:
 
 @pytest.mark.parametrize("name", sorted(ENGINE))
 def test_vllm_engine_methods(name: str) -> None:
-    """What ``rollout_seam`` overrides or calls of TRL's engine; TRL's trainer must look the class up in its own module."""
+    """What ``rollout.engine`` overrides or calls of TRL's engine; TRL's trainer must look the class up in its own module."""
     assert tuple(inspect.signature(getattr(VLLMGeneration, name)).parameters) == ENGINE[name]
     assert vars(grpo_trainer)["VLLMGeneration"] is VLLMGeneration
 

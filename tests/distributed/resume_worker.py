@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.generation_buffer import rows_file
+from grpo_lab.trainer.resume.generation_buffer import rows_file
 from parity.harness import arguments, problems
 
 STOP = 3

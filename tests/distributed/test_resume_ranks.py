@@ -10,7 +10,7 @@ import pytest
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.resume_worker import STOP, build
-from grpo_lab.trainer.generation_buffer import MANIFEST, rows_file
+from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 

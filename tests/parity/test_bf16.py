@@ -17,7 +17,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer import exact_update
+from grpo_lab.trainer.step import exact_update
 from parity.harness import Run, arguments, movement_difference, train
 
 #: preset → TRL's settings that say the same

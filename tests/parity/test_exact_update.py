@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing.rollouts import ScriptedRollout
-from grpo_lab.trainer import exact_update
+from grpo_lab.trainer.step import exact_update
 from parity.harness import (
     LENGTHS,
     Run,

@@ -15,7 +15,7 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.exact_update import verdict
+from grpo_lab.trainer.step.exact_update import verdict
 from parity.harness import movement_difference
 from parity.stock_like import Case, metric_differences, run
 from parity.tiny_vlm import SIDE

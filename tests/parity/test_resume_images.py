@@ -10,7 +10,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.generation_buffer import rows_file
+from grpo_lab.trainer.resume.generation_buffer import rows_file
 from parity.harness import weight_difference
 from parity.stock_like import Case, metric_differences, run
 from parity.tiny_vlm import with_images

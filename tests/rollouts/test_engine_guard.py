@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from grpo_lab.rollouts.proof import differing_tensors
 from grpo_lab.rollouts.sync import WeightSyncError, engine_model, push_weights
-from grpo_lab.trainer import rollout_seam
+from grpo_lab.trainer.rollout import engine
 from rollouts.test_lab_trainer_vllm import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -33,13 +33,13 @@ def test_lora_whose_sync_stops_arriving_is_warned_of_and_proven_before_its_turn(
     rollout = {"verify_every": 200, "engine": {"kv_cache_gib": 0.25, "max_model_len": 128}}
     trainer = build(tmp_path, "qwen2", tie=True, peft_config=lora, rollout=rollout, seed=7, learning_rate=0.05)
     assert trainer.vllm_generation.llm.llm_engine.vllm_config.model_config.seed == 7
-    push, pushes = rollout_seam.push_weights, [0]
+    push, pushes = engine.push_weights, [0]
 
     def stubbed(llm: Any, named_params: Any) -> Any:
         pushes[0] += 1
         return push(llm, named_params) if pushes[0] <= 2 else [None for _ in named_params]
 
-    monkeypatch.setattr(rollout_seam, "push_weights", stubbed)
+    monkeypatch.setattr(engine, "push_weights", stubbed)
     with caplog.at_level(logging.WARNING, logger="grpo_lab"), pytest.raises(WeightSyncError, match="tensors differ"):
         trainer.train()
     assert trainer.state.global_step < 8

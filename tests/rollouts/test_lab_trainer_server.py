@@ -33,7 +33,7 @@ from grpo_lab.rollouts.serve import refuse_unsupported_model
 from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, wait_until_ready
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer import server_client
+from grpo_lab.trainer.rollout import server_client
 from rollouts.server_runs import build, kill_during
 from rollouts.test_server import free_port
 

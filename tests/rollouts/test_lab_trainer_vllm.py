@@ -17,7 +17,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer import rollout_seam
+from grpo_lab.trainer.rollout import engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -103,13 +103,13 @@ def test_a_stale_tied_head_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_stale_layer_is_caught_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second sync on one layer is pushed as it was at the first: every other tensor is right."""
     trainer = build(tmp_path, "qwen2", tie=True)
-    push, old = rollout_seam.push_weights, {}
+    push, old = engine.push_weights, {}
 
     def stale(llm: Any, named_params: Any) -> Any:
         kept = ((n, old.setdefault(n, t.clone()) if "layers.0.self_attn.o_proj" in n else t) for n, t in named_params)
         return push(llm, kept)
 
-    monkeypatch.setattr(rollout_seam, "push_weights", stale)
+    monkeypatch.setattr(engine, "push_weights", stale)
     with pytest.raises(WeightSyncError, match=r"gap .* nats per token(.|\n)*layers\.0\.self_attn\.o_proj\.weight"):
         trainer.train()
     assert trainer.state.global_step == 1
@@ -118,12 +118,12 @@ def test_a_stale_layer_is_caught_and_named(tmp_path: Path, monkeypatch: pytest.M
 def test_a_nan_log_prob_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL makes None of it and then an importance ratio of one: the run would go on."""
     trainer = build(tmp_path, "qwen2", tie=True)
-    push = rollout_seam.push_weights
+    push = engine.push_weights
 
     def poisoned(llm: Any, named_params: Any) -> Any:
         return push(llm, ((n, t * math.nan if "layers.0.mlp.up" in n else t) for n, t in named_params))
 
-    monkeypatch.setattr(rollout_seam, "push_weights", poisoned)
+    monkeypatch.setattr(engine, "push_weights", poisoned)
     with pytest.raises(EngineFault, match="log-prob nan"):
         trainer.train()
 

@@ -18,7 +18,7 @@ from grpo_lab.data import word_problems
 from grpo_lab.rewards import AccuracyReward, KimiLengthReward, LanguageConsistencyReward
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
-from grpo_lab.trainer.optimizer_reset import OptimizerReset, empty_optimizer
+from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, empty_optimizer
 
 pytestmark = pytest.mark.slow
 

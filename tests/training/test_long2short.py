@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.trainer.preference import prefer
+from grpo_lab.trainer.supervised.preference import prefer
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = {"loader": "word_problems", "n": 12, "template": "chat", "largest": 20, "steps": [1, 2]}

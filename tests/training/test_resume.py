@@ -25,7 +25,7 @@ from grpo_lab import KimiTrainer, LabConfig, LabTrainer
 from grpo_lab.rollouts.server import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
-from grpo_lab.trainer.generation_buffer import MANIFEST, rows_file
+from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
 from parity.harness import arguments, problems
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from trl import GRPOConfig, SFTConfig
 
 from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.rewards import group_reward
-from grpo_lab.trainer.reward_table import environments_for_groups
+from grpo_lab.trainer.scoring.reward_table import environments_for_groups
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 

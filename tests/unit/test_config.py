@@ -16,8 +16,8 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
 from grpo_lab.objectives import Clipped
-from grpo_lab.trainer.algorithm import algorithm_from
 from grpo_lab.trainer.config import OUR_FIELDS
+from grpo_lab.trainer.settings.algorithm import algorithm_from
 
 
 def config(folder: Path | str = "unused", **changes: Any) -> LabConfig:

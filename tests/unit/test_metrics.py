@@ -11,8 +11,8 @@ import torch
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
-from grpo_lab.trainer.metrics import LeftOut, MetricBook, add_token_metric, reward_metrics
-from grpo_lab.trainer.token_metrics import record_skipped, record_tokens
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, add_token_metric, reward_metrics
+from grpo_lab.trainer.metrics.tokens import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)
 TWO_ALIKE = SimpleNamespace(gather=lambda value: torch.cat([value, value]))

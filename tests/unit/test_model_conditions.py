@@ -31,8 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.exact_update import verdict
-from grpo_lab.trainer.model_conditions import (
+from grpo_lab.trainer.step.exact_update import verdict
+from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
     dropout_rate,
     keeps_positions,

@@ -1,0 +1,109 @@
+"""Prompts that do not fit the engine: found in the data before the first step where that can be, else named when they come.
+
+vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for ``max_completion_length``
+tokens; an engine in the process takes one that leaves room for any, and ends completions at its context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from trl import GRPOTrainer
+
+from grpo_lab.trainer.rollout.thinking import ThinkingRollout
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+BATCH = 256
+NAMED = 5
+
+
+class PromptTooLong(ValueError):
+    """A prompt leaves no room for its completion in the engine's context."""
+
+
+def refuse_long(
+    prompts: Sequence[Sequence[int]], context: int, room: int, decode: Callable[[list[int]], str] | None = None
+) -> None:
+    """``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
+    for ids in prompts:
+        if len(ids) > context - room:
+            text = "" if decode is None else f" (it begins {decode(list(ids[:60]))[:160]!r})"
+            raise PromptTooLong(
+                f"a prompt of {len(ids)} tokens{text} leaves no room for {room} tokens of completion in the engine's context of "
+                f"{context}: {advice(context, room)}"
+            )
+
+
+def advice(context: int, room: int) -> str:
+    """What to do about prompts that are too long."""
+    return (
+        f"drop or shorten prompts of more than {context - room} tokens, lower `max_completion_length`, or give the engine a larger "
+        "context (`grpo-lab serve --max-model-len`, `rollout.engine.max_model_len`)"
+    )
+
+
+def check_training_prompts(trainer: LabTrainer) -> None:
+    """Every prompt of the data sets must leave room in the engine's context; only rows that could be too long are tokenized.
+
+    Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a subclass that
+    tokenizes in its own way. Every rank looks at all rows, so all of them end together.
+
+    Raises:
+        ValueError: names the rows.
+    """
+    from grpo_lab.trainer.lab_trainer import LabTrainer as Ours
+
+    own_rollout = trainer.rollout_func is not None and not isinstance(trainer.rollout_func, ThinkingRollout)
+    if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout:
+        return
+    if type(trainer)._tokenize_prompts is not Ours._tokenize_prompts:
+        return
+    generation = trainer.vllm_generation
+    room = trainer.max_completion_length if generation.mode == "server" and trainer.max_completion_length else 1
+    for setting, rows in (("train_dataset", trainer.train_dataset), ("eval_dataset", trainer.eval_dataset)):
+        if (
+            isinstance(rows, Dataset)
+            and "prompt" in rows.column_names
+            and not {"image", "images"} & {*rows.column_names}
+        ):
+            found = too_long(trainer, rows["prompt"], generation.context - room)
+            if found:
+                named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
+                more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+                raise ValueError(
+                    f"`{setting}`: {named}{more} leave no room for {room} tokens of completion in the engine's context of "
+                    f"{generation.context} tokens: {advice(generation.context, room)}"
+                )
+
+
+def too_long(trainer: LabTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
+    """(row, tokens) of the prompts with more than ``limit`` tokens.
+
+    A token stands for at least one byte, so a prompt of few bytes is short; what a chat template adds is measured on the first.
+    """
+    if len(prompts) == 0:
+        return []
+    added = _lengths(trainer, [prompts[0]])[0]
+    maybe = [row for row, prompt in enumerate(prompts) if _bytes(prompt) + added > limit]
+    found = []
+    for start in range(0, len(maybe), BATCH):
+        rows = maybe[start : start + BATCH]
+        lengths = _lengths(trainer, [prompts[row] for row in rows])
+        found += [(row, length) for row, length in zip(rows, lengths, strict=True) if length > limit]
+    return found
+
+
+def _lengths(trainer: LabTrainer, prompts: list[Any]) -> list[int]:
+    return [len(ids) for ids in GRPOTrainer._tokenize_prompts(trainer, prompts)[0]]
+
+
+def _bytes(prompt: Any) -> int:
+    return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
+
+
+__all__ = ["PromptTooLong", "check_training_prompts", "refuse_long"]

@@ -1,0 +1,266 @@
+"""Which prompt comes next: our samplers in the place of TRL's `RepeatSampler`, fed by the run, kept in the checkpoint.
+
+    sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
+    sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
+    sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
+
+The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries numbers between them and the trainer:
+
+    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also where
+                 prompts are drawn past the sampler (`update.dead_groups: resample`)
+    success      right and scorable completions of each problem, counted over all ranks from the correctness reward
+    checkpoint   `grpo_lab_sampler.json` beside the optimizer's state, loaded before the first batch is drawn again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+
+from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
+from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.scoring.reward_table import correctness_column
+from grpo_lab.trainer.settings.parse import as_settings
+from grpo_lab.verifiers.correct import CORRECT_FROM
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+ROW_COLUMN = "grpo_lab_row"
+STATE_FILE = "grpo_lab_sampler.json"
+
+#: sampler → the settings that it reads, with their defaults (None: has to be given)
+KNOBS: dict[str, dict[str, Any]] = {
+    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
+    "curriculum": {"pass_rate_column": "pass_rate"},
+    "uniform_then_hard": {
+        "pass_rate_column": "pass_rate",
+        "floor": 0.05,
+        "uniform_rounds": None,
+        "hard_below": 0.5,
+    },
+}
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
+
+    Args:
+        name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
+        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate`` writes
+            ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
+        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may have 0.
+        decay: share of the earlier counts kept when a problem is seen again.
+        uniform_rounds: generation batches over all problems before the hard ones.
+        hard_below: a problem is hard if its pass rate is smaller.
+    """
+
+    name: str
+    pass_rate_column: str | None = None
+    floor: float | None = None
+    decay: float | None = None
+    uniform_rounds: int | None = None
+    hard_below: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in KNOBS:
+            raise ValueError(f"`sampler` is {self.name!r}; it must be one of {sorted(KNOBS)}, or a mapping with `name`")
+        for knob in (field for field in self.__dataclass_fields__ if field != "name"):
+            if getattr(self, knob) is not None and knob not in KNOBS[self.name]:
+                raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
+            needed = knob in KNOBS[self.name] and KNOBS[self.name][knob] != ""
+            if needed and self[knob] in (None, ""):
+                raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
+
+    def __getitem__(self, knob: str) -> Any:
+        """The value in force: as set, or the sampler's default."""
+        value = getattr(self, knob)
+        return KNOBS[self.name][knob] if value is None else value
+
+    @property
+    def column(self) -> str | None:
+        return self["pass_rate_column"] or None
+
+
+def sampler_settings(value: Any) -> SamplerSettings | None:
+    """The setting ``sampler`` parsed; ``None`` keeps TRL's sampler."""
+    return None if value is None else as_settings(SamplerSettings, value, "sampler")
+
+
+def check_sampler(args: Any) -> None:
+    """Refuse a `sampler` that is misspelt, or that stands beside a setting which contradicts it."""
+    settings = sampler_settings(getattr(args, "sampler", None))
+    if settings is None:
+        return
+    if not getattr(args, "shuffle_dataset", True):
+        raise ValueError(
+            f"`shuffle_dataset`=False asks for the order of the data set and `sampler`={settings.name!r} for another: "
+            "leave one out"
+        )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
+            "its start; leave one out"
+        )
+
+
+def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
+    """The data set with what the sampler needs, or ValueError where it cannot have it.
+
+    Args: reward_funcs: one reward or a list, as the trainer got them.
+    """
+    if settings is None:
+        return dataset
+    if dataset is None:
+        raise ValueError(
+            f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the prompts): "
+            "give a data set, or leave `sampler` out"
+        )
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"`sampler` draws rows by number, but `train_dataset` is a {type(dataset).__name__}; use a datasets.Dataset"
+        )
+    column = settings.column
+    if column is not None and column not in dataset.column_names:
+        raise ValueError(
+            f"`sampler.pass_rate_column` is {column!r}, which `train_dataset` lacks; it has {dataset.column_names}. "
+            "`grpo-lab curate` writes pass rates"
+        )
+    if settings.name != "prioritized":
+        return dataset
+    rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if correctness_column(rewards) is None:
+        raise ValueError(
+            "`sampler: prioritized` needs a reward that measures correctness, and none of `reward_funcs` does: an "
+            "AccuracyReward, a function called accuracy_reward, or one with the attribute measures_correctness = True"
+        )
+    if ROW_COLUMN in dataset.column_names:
+        dataset = dataset.remove_columns(ROW_COLUMN)
+    return dataset.add_column(ROW_COLUMN, list(range(len(dataset))))
+
+
+def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The row of the data set that each completion belongs to; −1 where it is not known (evaluation, other samplers)."""
+    return [int(row.get(ROW_COLUMN, -1)) for row in inputs]
+
+
+class PromptOrder:
+    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
+
+    def __init__(self, trainer: LabTrainer, settings: SamplerSettings | None) -> None:
+        self.trainer, self.settings = trainer, settings
+        self.sampler: RoundSampler | None = None
+
+    def built(self, dataset: Any) -> RoundSampler | None:
+        """A new sampler in the shape of TRL's `RepeatSampler`; None where TRL's own is to be used."""
+        if self.settings is None:
+            return None
+        trainer, settings = self.trainer, self.settings
+        shape = {
+            "mini_repeat_count": trainer.num_generations,
+            "batch_size": trainer.args.generation_batch_size // trainer.num_generations,
+            "repeat_count": trainer.num_iterations * trainer.args.steps_per_generation,
+            "seed": trainer.args.seed,
+        }
+        rates = list(dataset[settings.column]) if settings.column else None
+        try:
+            self.sampler = _sampler(settings, dataset, rates, shape)
+        except ValueError as error:
+            raise ValueError(f"`sampler`: {error}") from error
+        return self.sampler
+
+    def record(self, rows: Tensor, correct: Tensor | None, book: MetricBook) -> None:
+        """Give the sampler what a generation batch showed.
+
+        Args:
+            rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
+            correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
+        """
+        sampler = self.sampler
+        if not isinstance(sampler, PrioritizedSampler) or correct is None:
+            return
+        for row, successes, trials in outcomes(rows, correct):
+            sampler.update(row, successes, trials)
+        weights, seen = sampler.weights, sampler.trials > 0
+        book.add_alike("sampler/seen_share", seen.sum().to(correct.device), sampler.num_samples)
+        at_floor = (weights <= sampler.floor).sum().to(correct.device)
+        book.add_alike("sampler/at_floor_share", at_floor, sampler.num_samples)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state into a checkpoint folder; called on every rank, which must agree."""
+        if self.sampler is None:
+            return
+        prints = gather_object([self.sampler.fingerprint()])
+        if len(set(prints)) > 1:
+            raise RuntimeError(
+                f"the sampler differs between ranks (fingerprints {prints}): they would draw other prompts"
+            )
+        if self.trainer.args.should_save:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            partial = Path(folder) / f"{STATE_FILE}.part"
+            partial.write_text(json.dumps(self.sampler.state_dict()), encoding="utf-8")
+            os.replace(partial, Path(folder) / STATE_FILE)
+
+    def load(self, checkpoint: str | None) -> None:
+        """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""
+        if self.sampler is None or checkpoint is None:
+            return
+        file = Path(checkpoint) / STATE_FILE
+        if not file.is_file():
+            raise ValueError(
+                f"`resume_from_checkpoint`: {checkpoint} holds no {STATE_FILE}: it was written without `sampler`; resume "
+                "with the settings of the run, or leave `sampler` out"
+            )
+        try:
+            self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`resume_from_checkpoint`: {file} does not fit this run: {error}") from error
+
+
+def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
+    """(row, right completions, scorable completions), one for each known row, in the rows' order."""
+    known = (rows >= 0) & ~correct.isnan().to(rows.device)
+    found, place = torch.unique(rows[known], return_inverse=True)
+    right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()
+    successes = torch.zeros_like(found).index_add_(0, place, right)
+    trials = torch.zeros_like(found).index_add_(0, place, torch.ones_like(right))
+    return list(zip(found.tolist(), successes.tolist(), trials.tolist(), strict=True))
+
+
+def _sampler(
+    settings: SamplerSettings, dataset: Any, rates: list[float] | None, shape: Mapping[str, Any]
+) -> RoundSampler:
+    if settings.name == "prioritized":
+        return PrioritizedSampler(
+            dataset,
+            **shape,
+            initial=0.0 if rates is None else _known(rates),
+            floor=settings["floor"],
+            decay=settings["decay"],
+        )
+    assert rates is not None
+    if settings.name == "curriculum":
+        return CurriculumSampler(dataset, rates, **shape)
+    return UniformThenHardSampler(
+        dataset,
+        rates,
+        **shape,
+        uniform_rounds=settings["uniform_rounds"],
+        hard_below=settings["hard_below"],
+        floor=settings["floor"],
+    )
+
+
+def _known(rates: list[float | None]) -> list[float]:
+    """Start a problem without a pass rate (no completion could be scored) from 0, as without the column."""
+    return [0.0 if rate is None else float(rate) for rate in rates]

@@ -1,0 +1,298 @@
+"""Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the checkpoint.
+
+Where a generation batch serves several optimizer steps (``steps_per_generation · num_iterations`` micro-batches E, of which a step
+takes ``gradient_accumulation_steps``) a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are still to
+be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run starts at ``_step`` = 0, generates
+the prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is shifted.
+
+Here a checkpoint folder gets two kinds of files, nothing pickled:
+
+    grpo_lab_generation.json               ``_step``, the settings that fix the phase, metrics and loss since the last log
+    grpo_lab_generation_<rank>.safetensors  inside a batch: this rank's micro-batches (``tensor_tree``)
+
+What a resume does with them:
+
+    files fit the run            goes on where the checkpoint was written: same weights, losses and metrics
+    no such files                (stock TRL, an earlier version) one warning if it is inside a batch; then as TRL does
+    the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
+    files damaged or missing     ``ValueError`` on every rank: nothing else is left of that batch
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+MANIFEST = "grpo_lab_generation.json"
+FORMAT = 1
+
+
+def rows_file(rank: int) -> str:
+    return f"grpo_lab_generation_{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found in a checkpoint. ``verdict``: ``fits``, ``absent``, ``changed`` or ``broken``."""
+
+    verdict: str
+    text: str = ""
+    manifest: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] | None = None
+
+
+class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
+    """Saves and loads what is in memory; a callback because HF clears its running loss when a training begins."""
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self.trainer = trainer
+        self._done = 0  # micro-batches up to the last whole optimizer step
+        self._loss: tuple[float, int] | None = None
+        self._begun: Any = None  # HF's state object of the training that memory was cleared for
+        self._ended = False
+
+    @property
+    def _every(self) -> int:
+        return int(self.trainer.args.steps_per_generation * self.trainer.num_iterations)
+
+    # -- HF's events ---------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        if self._begun is not state:
+            self._begin(resumed=False)
+        self._ended = False
+        self._done = trainer._step
+        if self._loss is not None:
+            trainer._tr_loss += self._loss[0]
+            trainer._globalstep_last_logged = self._loss[1]
+            self._loss = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._done = self.trainer._step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ended = True
+
+    def _begin(self, resumed: bool) -> None:
+        """A training begins with nothing of an earlier one of this trainer (broken off by an error, Ctrl-C, SIGTERM).
+
+        One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the generation batch
+        that was open.
+        """
+        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
+        self._begun, self._loss = trainer.state, None
+        trainer.exact_update.forget()
+        if resumed or not self._ended or trainer.lab_settings.objective is not None:
+            trainer._step, trainer._buffered_inputs = 0, None
+        trainer._current_train_step_time = 0.0
+        for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+            pending.clear()
+        for mode in ("train", "eval"):
+            trainer.metric_book(mode).forget()
+        if trainer.use_vllm:
+            trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write this rank's part into a checkpoint folder; called on every rank. What cannot be written is warned of."""
+        trainer, place = self.trainer, Path(folder)
+        if trainer.args.save_only_model or not trainer.is_in_train:
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        problem = self._save_rows(place)
+        told = gather_object([(problem, float(trainer._tr_loss))])
+        problem = next((words for words, _ in told if words is not None), None)
+        if problem is not None:
+            trainer.say(
+                f"{place} is inside a generation batch that could not be written ({problem}): a resume from this checkpoint "
+                "generates the batch again and trains the rest of its micro-batches on that",
+                key=f"generation buffer: {problem}",
+                level=logging.WARNING,
+            )
+        if trainer.args.should_save:
+            manifest = {
+                "format": FORMAT,
+                "settings": self._settings(),
+                "step": self._done,
+                "left_out": problem,
+                "random_forward": trainer.exact_update.saw_randomness,
+                "window": self._window([loss for _, loss in told]),
+                "completions": self._completions(),
+            }
+            _put(place / MANIFEST, lambda file: file.write_text(json.dumps(manifest), encoding="utf-8"))
+
+    def _save_rows(self, place: Path) -> str | None:
+        """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
+        trainer, file = self.trainer, place / rows_file(self.trainer.accelerator.process_index)
+        file.unlink(missing_ok=True)
+        if self._done % self._every == 0:
+            return None
+        if trainer._step > (self._done // self._every + 1) * self._every:
+            return "later ones were generated since the optimizer step that the checkpoint is of"
+        try:
+            description, tensors = flattened(trainer._buffered_inputs, "micro-batch ")
+            words = {"description": json.dumps(description)}
+            _put(file, lambda partial: save_file(tensors, partial, metadata=words))
+        except (ValueError, OSError, SafetensorError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        """What fixes which rows a micro-batch holds, and which tensors."""
+        trainer, args = self.trainer, self.trainer.args
+        return {
+            "optimizer step": trainer.state.global_step,
+            "number of processes": trainer.accelerator.num_processes,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_iterations": trainer.num_iterations,
+            "num_generations": trainer.num_generations,
+            "beta > 0": trainer.beta != 0.0,
+            "sampler correction": bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction),
+        }
+
+    def _window(self, losses: list[float]) -> dict[str, Any] | None:
+        """Metrics and loss (per rank) since the last log; None inside an optimizer step, which the resumed run repeats."""
+        trainer = self.trainer
+        if trainer._step != self._done:
+            return None
+        return {
+            "losses": losses,
+            "last_logged": trainer._globalstep_last_logged,
+            "metrics": {name: [_number(value) for value in seen] for name, seen in trainer._metrics["train"].items()},
+            "pairs": trainer.metric_book("train").pending(),
+        }
+
+    def _completions(self) -> dict[str, Any] | None:
+        """What the next completions table (``log_completions``) shows; None without it, and where it is more than text."""
+        logs = self.trainer._logs
+        if not self.trainer.log_completions:
+            return None
+        table = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+        columns = {name: {key: list(column) for key, column in logs[name].items()} for name in ("rewards", "extra")}
+        try:
+            return dict(json.loads(json.dumps({**table, **columns})))
+        except (TypeError, ValueError):
+            return None
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: str | None) -> None:
+        """Go on where the checkpoint was written, or say why not; called on every rank, which all do the same.
+
+        Raises:
+            ValueError: a file is damaged, or that of a rank is missing.
+        """
+        if checkpoint is None:
+            return
+        self._begin(resumed=True)
+        found = self._found(Path(checkpoint))
+        verdicts = gather_object([(found.verdict, found.text)])
+        worst = max(verdicts, key=lambda pair: ("fits", "absent", "changed", "broken").index(pair[0]))
+        if worst[0] == "broken":
+            raise ValueError(
+                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or delete {MANIFEST} in it to resume as "
+                "TRL does, which generates that batch again"
+            )
+        if worst[0] == "fits":
+            assert found.manifest is not None
+            self._take(found.manifest, found.rows, checkpoint)
+        elif worst[1]:
+            self.trainer.say(f"`resume_from_checkpoint`: {worst[1]}", level=logging.WARNING)
+
+    def _found(self, checkpoint: Path) -> Found:
+        file = checkpoint / MANIFEST
+        if not file.is_file():
+            return Found("absent", self._shift(checkpoint, f"holds no {MANIFEST} (stock TRL, or an earlier version)"))
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            if manifest["format"] != FORMAT:
+                raise ValueError(f"format {manifest['format']}, and this version reads {FORMAT}")
+            then, now = manifest["settings"], self._settings()
+            changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
+            if changed:
+                inside = int(manifest["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
+                return Found("changed", self._shift(checkpoint, f"is of another run ({', '.join(changed)})", inside))
+            inside = int(manifest["step"]) % self._every != 0 and manifest["left_out"] is None
+            return Found("fits", "", manifest, self._load_rows(checkpoint) if inside else None)
+        except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+            return Found("broken", f"{checkpoint} cannot be resumed inside its generation batch: {error!r}")
+
+    def _load_rows(self, checkpoint: Path) -> list[dict[str, Any]]:
+        trainer = self.trainer
+        with safe_open(checkpoint / rows_file(trainer.accelerator.process_index), framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+            description = json.loads(stored.metadata()["description"])
+        rows = rebuilt(description, tensors, trainer.accelerator.device)
+        if not isinstance(rows, list) or len(rows) != trainer.args.steps_per_generation:
+            raise ValueError(f"{rows_file(trainer.accelerator.process_index)} holds no list of micro-batches")
+        return rows
+
+    def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
+        """What follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is lost."""
+        args, every = self.trainer.args, self._every
+        past = self.trainer.state.global_step * args.gradient_accumulation_steps % every
+        if past == 0 and not inside:
+            return ""
+        whole = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        return (
+            f"{checkpoint} was written inside a generation batch and {why}. As in stock TRL, that batch's prompts are generated "
+            f"again and trained on for {every} micro-batches, and generations after it come {past} micro-batches late; a "
+            f"checkpoint at a multiple of {whole} optimizer steps has no such loss"
+        )
+
+    def _take(self, manifest: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: str) -> None:
+        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
+        window = manifest["window"]
+        trainer._step, trainer._buffered_inputs = manifest["step"], rows
+        if manifest["left_out"] is not None:
+            trainer.say(
+                f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({manifest['left_out']}): "
+                "the batch is generated again, and the rest of its micro-batches are trained on that",
+                level=logging.WARNING,
+            )
+        trainer.exact_update.saw_randomness |= manifest["random_forward"]
+        if window is not None:
+            self._loss = (window["losses"][trainer.accelerator.process_index], window["last_logged"])
+            trainer._metrics["train"].clear()
+            trainer._metrics["train"].update(window["metrics"])
+            trainer.metric_book("train").take_up(window["pairs"], trainer.accelerator.device)
+        for name, values in (manifest["completions"] or {}).items():
+            columns: dict[str | None, list[Any]] = values if isinstance(values, dict) else {None: values}
+            for column, entries in columns.items():
+                shown = trainer._logs[name] if column is None else trainer._logs[name][column]
+                shown.clear()
+                shown.extend(entries)
+
+
+def _number(value: Any) -> float:
+    """A metric as JSON has it; TRL's keep their type, a team's may be a scalar tensor."""
+    return value if type(value) in (int, float) else float(value)
+
+
+def _put(file: Path, write: Any) -> None:
+    """Write beside ``file`` and move into place, so that a file is whole or not there."""
+    partial = file.with_name(f"{file.name}.part")
+    write(partial)
+    os.replace(partial, file)
+
+
+__all__ = ["MANIFEST", "GenerationBuffer", "rows_file"]

@@ -1,0 +1,261 @@
+"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven, the thinking budget.
+
+TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is built that
+class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and, where the engine packs
+its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own sync runs unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
+from trl.generation import vllm_generation as trl_vllm
+
+from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+from grpo_lab.rollouts.proof import prove_sync, tolerance_for
+from grpo_lab.rollouts.sync import needs_repair, push_weights
+from grpo_lab.trainer.prompts.fit import refuse_long
+from grpo_lab.trainer.rollout import server
+from grpo_lab.trainer.rollout.server_check import release
+from grpo_lab.trainer.rollout.server_client import ServerSettings
+from grpo_lab.trainer.rollout.thinking import check_budget
+from grpo_lab.trainer.settings.parse import refuse_unknown
+from grpo_lab.trainer.trl_bridge import replaced
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+FIRST_PROOFS = 2
+PROBE_PROMPTS = 4
+#: steps without a proof from which on a run says so
+MANY_STEPS = 100
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+#: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
+GAP_FACTOR = 3.0
+#: proofs that such a difference may ask for in a run
+DOUBTS = 3
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """``rollout``: how completions are made, beside TRL's ``use_vllm``, ``vllm_mode`` and sampling settings.
+
+    Args:
+        verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
+        tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
+            bfloat16 0.1).
+        engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
+        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see ``ServerSettings``.
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any engine).
+        budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
+    """
+
+    verify_every: int = 50
+    tolerance: float | None = None
+    engine: Mapping[str, Any] | None = None
+    server: Mapping[str, Any] | None = None
+    thinking_budget: int | None = None
+    budget_text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify_every < 0:
+            raise ValueError(
+                f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps"
+            )
+        EngineOptions.from_mapping(self.engine or {})
+        self.server_settings()
+        check_budget(self.thinking_budget, self.budget_text)
+
+    def server_settings(self) -> ServerSettings:
+        refuse_unknown(self.server or {}, [f.name for f in fields(ServerSettings)], "`rollout.server`")
+        return ServerSettings(**(self.server or {}))
+
+
+def rollout_settings(written: Any, use_vllm: bool, vllm_mode: str = "colocate") -> RolloutSettings:
+    """Typed settings. Raises ``ValueError`` for unknown keys and for engine settings that would have no effect."""
+    if isinstance(written, str):
+        written = json.loads(written)
+    if written is None:
+        return RolloutSettings()
+    if not isinstance(written, Mapping):
+        raise ValueError(f"`rollout` is {written!r}; it must be a mapping such as {{verify_every: 50}}")
+    refuse_unknown(written, [f.name for f in fields(RolloutSettings)], "`rollout`")
+    idle = [name for name in ("verify_every", "tolerance", "engine", "server") if name in written]
+    if idle and not use_vllm:
+        raise ValueError(
+            f"`rollout.{idle[0]}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on"
+        )
+    if "server" in written and vllm_mode != "server":
+        raise ValueError(
+            f"`rollout.server` has an effect only with `vllm_mode: server`, and it is {vllm_mode!r}: leave it out"
+        )
+    if "engine" in written and vllm_mode == "server":
+        raise ValueError(
+            "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
+            "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)"
+        )
+    return RolloutSettings(**written)
+
+
+def engine_class(settings: RolloutSettings, args: Any) -> Any:
+    """``VLLMGeneration`` with our options and, where it is needed, our sync. ``args``: the run's configuration."""
+
+    class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
+        #: context in which a wait for a server may be broken off, set once the trainer is built
+        waiting: Any = staticmethod(contextlib.nullcontext)
+
+        def _init_vllm(self) -> None:
+            if self.mode == "server":
+                server.connect(self, settings.server_settings(), str(args.output_dir))
+                return
+            options = EngineOptions.from_mapping(settings.engine or {})
+            dtype = next(self.model.parameters()).dtype
+            factory = engine_factory(options, trainer_dtype=dtype, run_seed=run_seed(args))
+            with replaced(trl_vllm, "LLM", factory):
+                super()._init_vllm()
+            self.context = int(self.llm.llm_engine.model_config.max_model_len)
+
+        def _iter_named_params(self) -> Any:
+            put_away(self.model)
+            yield from super()._iter_named_params()
+
+        def sync_weights(self) -> None:
+            if self.mode == "server":
+                server.sync(self, super().sync_weights)
+            elif needs_repair(self.llm):
+                push_weights(self.llm, self._iter_named_params())
+            else:
+                super().sync_weights()
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            if self.mode == "server":
+                return server.generate(self, super().generate, *args, **kwargs)
+            refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
+            return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob
+
+    return LabVLLMGeneration
+
+
+def run_seed(args: Any) -> int:
+    """Seed of a colocated engine whose options name none: the run's; TRL's 0 in a drop-in run (``objective`` unset)."""
+    return 0 if getattr(args, "objective", None) is None else int(args.seed)
+
+
+def put_away(model: Any) -> None:
+    """Shard again what FSDP2 left whole after a forward without a backward (the root's parameters, for the proof).
+
+    TRL reads sharded parameters by ``full_tensor()``, which a whole one does not have.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class SyncProof:
+    """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps."""
+
+    def __init__(self, trainer: LabTrainer, settings: RolloutSettings) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self._last = -1
+        self._done = 0
+        self.doubted = False
+        if trainer.use_vllm:
+            trainer.add_callback(ProofWatch(self))
+
+    def is_due(self) -> bool:
+        step = self.trainer.state.global_step
+        if self.settings.verify_every == 0 or step == self._last:
+            return False
+        return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
+
+    def tolerance(self, engine: torch.dtype) -> float:
+        """Largest gap in nats per token, for an engine with weights of this dtype."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return self.settings.tolerance or tolerance_for(engine, _training_dtype(self.trainer, model))
+
+    def last_proven(self) -> str:
+        """When the sync was proven last, in words."""
+        return "never" if self._done == 0 else f"at step {self._last}"
+
+    def prove(self, prompt_ids: list[list[int]]) -> None:
+        """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights."""
+        trainer, generation = self.trainer, self.trainer.vllm_generation
+        self._last, self._done, self.doubted = trainer.state.global_step, self._done + 1, False
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        tolerance = self.tolerance
+
+        probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
+        was_training = model.training
+        model.eval()
+        try:
+            if generation.mode == "server":
+                gap = server.prove(generation, model, probe, tolerance)
+            else:
+                limit = tolerance(generation.llm.llm_engine.model_config.dtype)
+                gap = prove_sync(generation.llm, model, generation._iter_named_params, probe, tolerance=limit)
+        finally:
+            model.train(was_training)
+        book = trainer.metric_book("train")
+        book.add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
+
+
+class ProofWatch(TrainerCallback):  # type: ignore[misc]
+    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
+
+    def __init__(self, proof: SyncProof) -> None:
+        self.proof = proof
+        self._doubts = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        every = self.proof.settings.verify_every
+        if every == 0 or every > MANY_STEPS:
+            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
+            self.proof.trainer.say(
+                f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): in between, "
+                "completions of stale weights would be trained on; up to "
+                f"{MANY_STEPS} is usual, 50 the default",
+                key="proof off",
+                level=logging.WARNING,
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        trainer = self.proof.trainer
+        gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
+        limit = GAP_FACTOR * self.proof.tolerance(
+            _training_dtype(trainer, trainer.accelerator.unwrap_model(trainer.model))
+        )
+        if gap is None or gap <= limit / min(trainer.temperature, 1.0):
+            return
+        proves = self.proof.settings.verify_every > 0
+        self.proof.doubted = proves and self._doubts < DOUBTS
+        self._doubts += 1
+        trainer.say(
+            f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: the engine may "
+            f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
+            + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
+            key="logp difference",
+            level=logging.WARNING,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        generation = self.proof.trainer.vllm_generation
+        if generation.mode == "server" and self.proof.trainer.accelerator.is_main_process:
+            release(generation.vllm_client, str(args.output_dir))
+
+
+def _training_dtype(trainer: LabTrainer, model: Any) -> torch.dtype:
+    if trainer.args.bf16:
+        return torch.bfloat16
+    return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
+
+
+__all__ = ["RolloutSettings", "SyncProof", "engine_class", "rollout_settings"]

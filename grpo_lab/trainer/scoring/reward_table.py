@@ -1,0 +1,263 @@
+"""From TRL's gathered rewards to advantages: group rewards, checks, the table that every rank agrees on."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
+
+from grpo_lab.batch import RewardTable
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.protocol import Group, scope_of, score_groups
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What ``_calculate_rewards`` saw, kept until TRL's method that called it returns (it has no seam for it).
+
+    Args:
+        table: rewards of all ranks.
+        lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them), all ranks.
+        truncated: bool ``[N]``: ended by the length limit, not by an end token.
+        rows: ``[N]`` row of the data set, −1 where it is not known (``prompts.sampler``).
+    """
+
+    table: RewardTable
+    lengths: Tensor
+    truncated: Tensor
+    rows: Tensor
+
+
+class DeferredReward:
+    """Stands in for a group reward while TRL calls rewards on local rows; the value comes after the gather."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, prompts: list[Any], **_: Any) -> list[None]:
+        return [None] * len(prompts)
+
+
+def reward_name(reward: Any) -> str:
+    """The name that TRL gives a reward: of a model (or its path) the last part of its id, of a ``partial`` the function's."""
+    if isinstance(reward, str):
+        return reward.split("/")[-1]
+    if isinstance(reward, nn.Module):
+        return get_config_model_id(reward.config).split("/")[-1]
+    return str(get_callable_name(reward))
+
+
+def as_trl_calls_it(reward: Any, name: str) -> Any:
+    """What TRL should call in place of ``reward``: models as they are, the rest checked or deferred."""
+    if scope_of(reward) == "group":
+        return DeferredReward(name)
+    if isinstance(reward, nn.Module):
+        return reward
+    return CheckedCoroutine(reward, name) if is_async_callable(reward) else CheckedReward(reward, name)
+
+
+def nan_counts(seams: list[Any], values: Tensor, accelerator: Any) -> Tensor:
+    """How many NaN each reward returned, over all ranks, long ``[F]``; a model's are all NaN of its column."""
+    local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
+    counts: Tensor = accelerator.gather(local).sum(0)
+    models = torch.tensor([isinstance(seam, nn.Module) for seam in seams], device=values.device)
+    return torch.where(models, values.isnan().sum(0), counts)
+
+
+def fill_group_rewards(
+    values: Tensor,
+    names: tuple[str, ...],
+    reward_funcs: list[Any],
+    rows: list[dict[str, Any]],
+    group_size: int,
+    progress: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave.
+
+    Every rank computes the same.
+
+    Args:
+        values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
+        rows: per row over all ranks: what ``gathered_rows`` gives.
+        progress: optimizer steps done, optimizer steps in all.
+    """
+    table = values.tolist()
+    known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) == "completion"]
+    values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
+    for start in range(0, len(rows), group_size):
+        of_group = range(start, start + group_size)
+        rewards = {names[i]: [None if table[r][i] != table[r][i] else table[r][i] for r in of_group] for i in known}
+        group = _group([rows[r] for r in of_group], rewards, progress)
+        for column, reward in enumerate(reward_funcs):
+            if column not in known:
+                scores = score_groups(reward, [group])
+                not_numbers[column] += sum(score != score for score in scores)
+                filled = [float("nan") if score is None else score for score in scores]
+                values[start : start + group_size, column] = values.new_tensor(filled)
+    return values, not_numbers
+
+
+def _group(rows: list[dict[str, Any]], rewards: dict[str, list[float | None]], progress: tuple[int, int]) -> Group:
+    ids = [row["ids"] for row in rows]
+    return Group(
+        prompt=rows[0]["prompt"],
+        completions=[row["text"] for row in rows],
+        completion_ids=ids,
+        lengths=[len(row) for row in ids],
+        truncated=[row["truncated"] for row in rows],
+        rewards=rewards,
+        columns={name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
+        step=progress[0],
+        max_steps=progress[1],
+        messages=[row["completion"] for row in rows],
+        environments=None if rows[0]["environment"] is None else [row["environment"] for row in rows],
+    )
+
+
+def check_finite(values: Tensor, names: tuple[str, ...]) -> None:
+    """An infinite reward poisons its whole group; NaN means unscorable and is allowed."""
+    bad = values.isinf().any(dim=0)
+    if bad.any():
+        culprits = [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
+        raise ValueError(
+            f"reward function {culprits[0]!r} returned an infinite value; allowed are finite numbers, or None for a "
+            "completion that cannot be scored (`reward_funcs`)"
+        )
+
+
+class CheckedReward:
+    """Calls one reward function and checks what it returns, so that the error names it and the row.
+
+    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts them.
+    """
+
+    def __init__(self, reward: Any, name: str) -> None:
+        self.reward = reward
+        self.__name__ = name
+        self.not_numbers = 0
+
+    def __call__(self, **inputs: Any) -> list[float | None]:
+        return self.checked(self.reward(**inputs), len(inputs["completions"]))
+
+    def checked(self, values: Any, expected: int) -> list[float | None]:
+        """One number or None per completion, or ``ValueError``."""
+        try:
+            count = len(values)
+        except TypeError:
+            raise ValueError(
+                f"reward function {self.__name__!r} returned {type(values).__name__}; it must return a list with one "
+                f"number or None per completion ({expected}) (`reward_funcs`)"
+            ) from None
+        if count != expected:
+            raise ValueError(
+                f"reward function {self.__name__!r} returned {count} rewards for {expected} completions; it must return "
+                "one number or None per completion (`reward_funcs`)"
+            )
+        for row, value in enumerate(values):
+            if value is not None and math.isinf(float(value)):
+                raise ValueError(
+                    f"reward function {self.__name__!r} returned {value}, which is infinite, for completion {row}; allowed are "
+                    "finite numbers, or None for a completion that cannot be scored (`reward_funcs`)"
+                )
+        found = [None if value is None or math.isnan(float(value)) else value for value in values]
+        self.not_numbers += sum(value is None for value in found) - sum(value is None for value in values)
+        return found
+
+
+class CheckedCoroutine(CheckedReward):
+    """The same for an asynchronous reward."""
+
+    async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
+        return self.checked(await self.reward(**inputs), len(inputs["completions"]))
+
+
+def gathered_rows(
+    trainer: Any,
+    inputs: list[dict[str, Any]],
+    prompts: list[Any],
+    completions: list[Any],
+    ids: list[list[int]],
+    truncated: list[bool],
+) -> list[dict[str, Any]]:
+    """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous).
+
+    Per row: ``prompt``, ``text``, ``completion`` (as TRL has it), ``ids``, ``truncated``, ``columns``, ``environment``.
+    """
+    skip = ("prompt", "completion", "completion_ids", "image", "images")
+    rows = [
+        {
+            "prompt": prompt,
+            "text": completion_text(completion),
+            "completion": completion,
+            "ids": list(row_ids),
+            "truncated": cut,
+            "columns": {name: value for name, value in row.items() if name not in skip},
+            "environment": environment,
+        }
+        for row, prompt, completion, row_ids, cut, environment in zip(
+            inputs, prompts, completions, ids, truncated, environments_for_groups(trainer, len(prompts)), strict=True
+        )
+    ]
+    return list(gather_object(rows))
+
+
+def tokens_made(generated: Any) -> list[int]:
+    """How many tokens of each completion the policy itself made, from what TRL's ``_generate`` returns."""
+    completion_ids, tool_mask = generated[1], generated[2]
+    return [len(ids) for ids in completion_ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
+
+
+def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
+    """This rank's environments where a group reward reads them, else None for each row.
+
+    Raises:
+        ValueError: a group may lie on several ranks, and an environment cannot be sent from one to another.
+    """
+    readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
+    if trainer.environments is None or not readers:
+        return [None] * rows
+    if trainer.accelerator.num_processes > 1:
+        try:
+            pickle.dumps(trainer.environments)
+        except Exception as error:  # whatever an object's own pickling raises
+            raise ValueError(
+                f"group reward {readers[0].name!r} reads environments, and with several processes they are sent to the ranks "
+                f"that share a group, but {type(trainer.environments[0]).__name__} cannot be pickled ({error}): give it a "
+                "`__getstate__` with what the reward reads, or `get_reward`"
+            ) from error
+    return list(trainer.environments)
+
+
+def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[bool]:
+    """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
+    return [bool(ids) and ids[-1] not in end_ids for ids in completion_ids]
+
+
+def correctness_column(reward_funcs: list[Any]) -> int | None:
+    """Which reward measures correctness: ``measures_correctness = True``, or named accuracy_reward."""
+    for column, reward in enumerate(reward_funcs):
+        inner = reward
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        if getattr(inner, "measures_correctness", False) or reward_name(inner) in ("accuracy_reward", "AccuracyReward"):
+            return column
+    return None
+
+
+def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
+    """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
+    column = correctness_column(reward_funcs)
+    return None if column is None else table.values[:, column]
+
+
+def dead_groups(total: Tensor, group_size: int) -> Tensor:
+    """bool ``[groups]``: all scorable rewards of the group are equal."""
+    grouped = total.view(-1, group_size)
+    return grouped.nan_to_num(nan=-torch.inf).amax(1) <= grouped.nan_to_num(nan=torch.inf).amin(1)

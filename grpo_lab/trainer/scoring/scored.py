@@ -1,0 +1,113 @@
+"""The seam between rewards and advantages, which TRL does not have: what its call of ``_calculate_rewards`` returns.
+
+TRL's ``_generate_and_score_completions`` calls ``self._calculate_rewards``, that is a team's override where there is one. While it
+runs, that call goes through here, so that the table behind advantages, metrics, sampler and resampling is what the *outermost*
+method returned: shaped, gated, normalised, or made without ``super()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import RewardTable
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.prompts.sampler import row_numbers
+from grpo_lab.trainer.scoring.reward_table import Scored, tokens_made, truncated_rows
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+
+class Scoring:
+    """Stands in for the trainer's ``_calculate_rewards`` and keeps what it gave."""
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
+        self._seen: Scored | None = None
+        self._made: list[int] | None = None
+
+    def generate(self, prompts: list[Any]) -> Any:
+        """Stands in for the trainer's ``_generate``: how many tokens the policy made, before TRL masks what was cut."""
+        generated = self._generate(prompts)
+        self._made = tokens_made(generated)
+        return generated
+
+    def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        trainer = self._trainer
+        values = self._original(inputs, prompts, completions, completion_ids_list)
+        cut = truncated_rows(completion_ids_list, {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id})
+        made = self._made or [len(ids) for ids in completion_ids_list]
+        local = torch.tensor(list(zip(made, cut, row_numbers(inputs), strict=True)), device=trainer.accelerator.device)
+        lengths, truncated, numbers = trainer.accelerator.gather(local).unbind(1)
+        names = tuple(trainer.reward_func_names)
+        self._check(values, lengths.numel(), names)
+        table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), trainer._group_size())
+        self._seen = Scored(table, lengths, truncated.bool(), numbers)
+        return values
+
+    def taken(self) -> Scored:
+        """What the generation batch was scored with.
+
+        Raises:
+            RuntimeError: nobody called ``_calculate_rewards``.
+        """
+        if self._seen is None:
+            raise RuntimeError(
+                f"`{type(self._trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so there are no "
+                "rewards for advantages and metrics: call it where `_generate_and_score_completions` is replaced"
+            )
+        return self._seen
+
+    def _check(self, values: Any, rows: int, names: tuple[str, ...]) -> None:
+        """A team's method may return anything. Raises ``ValueError`` naming the class whose method it is."""
+        home = next(kind.__name__ for kind in type(self._trainer).__mro__ if "_calculate_rewards" in vars(kind))
+        if not isinstance(values, Tensor) or tuple(values.shape) != (rows, len(names)):
+            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ValueError(
+                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: one row per "
+                f"completion of all processes (gathered, in rank order), one column per reward {list(names)}"
+            )
+        if values.isinf().any():
+            culprit = names[int(values.isinf().any(dim=0).nonzero()[0])]
+            raise ValueError(
+                f"`{home}._calculate_rewards` returned an infinite value in the column of {culprit!r}; allowed are finite "
+                "numbers, or NaN for a completion that cannot be scored"
+            )
+
+
+@contextlib.contextmanager
+def scored_by(trainer: LabTrainer) -> Iterator[Scoring]:
+    """Inside the block completions are counted and rewards are scored through a ``Scoring``, which is given."""
+    scoring = Scoring(trainer)
+    with (
+        trl_bridge.replaced(trainer, "_calculate_rewards", scoring),
+        trl_bridge.replaced(trainer, "_generate", scoring.generate),
+    ):
+        yield scoring
+
+
+def record_not_numbers(trainer: LabTrainer, counts: Tensor, rows: int) -> None:
+    """NaN is None from every kind of reward, as in TRL; it is counted and said, since it is rarely meant.
+
+    Args:
+        counts: long ``[F]``, NaN that each reward returned over all ranks.
+        rows: N.
+    """
+    trainer.metric_book(trainer._mode()).add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
+    for name, count in zip(trainer.reward_func_names, counts.tolist(), strict=True):
+        if count:
+            trainer.say(
+                f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in TRL; "
+                "`rewards/nan_share` counts them",
+                key=f"nan: {name}",
+                level=logging.WARNING,
+            )
+
+
+__all__ = ["Scoring", "record_not_numbers", "scored_by"]

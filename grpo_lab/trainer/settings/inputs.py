@@ -1,0 +1,165 @@
+"""Bad input meets a clear error here, before a model is loaded: what was seen, what is allowed, which setting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+
+from grpo_lab.batch import Denominators
+from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.trainer.scoring.reward_table import reward_name
+
+
+def check_inputs(
+    model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
+) -> None:
+    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it.
+
+    A rollout function may bring columns of its own, so rewards' columns are not looked for beside one.
+    """
+    check_model(model)
+    needs_prompt = environment_factory is None  # an environment can supply the prompt
+    if train_dataset is not None:
+        check_dataset(train_dataset, "train_dataset", needs_prompt)
+    if isinstance(eval_dataset, Dataset):
+        check_dataset(eval_dataset, "eval_dataset", needs_prompt)
+    rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if isinstance(train_dataset, Dataset) and rollout_func is None:
+        for reward in rewards:
+            check_columns(reward, train_dataset.column_names)
+
+
+def check_model(model: Any) -> None:
+    """A model path must be a local folder with a config, or a hub name that can be reached."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"`model` is the folder {str(model)!r}, which holds no config.json; it must be a saved model"
+            )
+        return
+    looks_local = str(model).startswith((".", "/", "~")) or str(model).count("/") > 1
+    if looks_local:
+        raise ValueError(f"`model` is {str(model)!r}: no such folder; give a local folder or a hub name 'owner/name'")
+    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True") and not _in_hub_cache(str(model)):
+        raise ValueError(
+            f"`model` is {str(model)!r}: not a local folder, not in the local hub cache, and HF_HUB_OFFLINE is set, so it "
+            "cannot be reached; give a local folder or unset HF_HUB_OFFLINE"
+        )
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def check_dataset(dataset: Any, setting: str, needs_prompt: bool = True) -> None:
+    if isinstance(dataset, Dataset):
+        if len(dataset) == 0:
+            raise ValueError(f"`{setting}` is empty; it needs at least one row")
+        if needs_prompt and "prompt" not in dataset.column_names:
+            raise ValueError(f"`{setting}` has no column 'prompt'; it has {dataset.column_names}")
+    elif not isinstance(dataset, IterableDataset):
+        raise ValueError(f"`{setting}` is a {type(dataset).__name__}; it must be a datasets.Dataset or IterableDataset")
+
+
+def check_columns(reward: Any, columns: list[str]) -> None:
+    """A reward that states the columns it reads (``columns = ("solution",)``) must find them."""
+    for column in getattr(reward, "columns", ()):
+        if column not in columns:
+            raise ValueError(
+                f"reward {reward_name(reward)!r} reads the column {column!r}, which `train_dataset` lacks; it has {columns}"
+            )
+
+
+def check_hooks(cls: type, algorithm: Any, base: type) -> None:
+    """A hook that nobody would call is refused by name: ``cls.token_loss`` where the loss is left to TRL."""
+    home = next(kind for kind in cls.__mro__ if "token_loss" in vars(kind))
+    if algorithm.objective is None and home is not base:
+        raise ValueError(
+            f"`{home.__name__}.token_loss` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set "
+            "`objective`, or override `_compute_loss`"
+        )
+
+
+def check_requires(trainer: Any) -> None:
+    """What a group reward reads of other rewards must be there: each has a name and looks at one completion."""
+    rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    known = sorted(name for name, reward in rewards if scope_of(reward) == "completion")
+    for name, reward in rewards:
+        if scope_of(reward) == "completion":
+            continue
+        for needed in getattr(reward, "requires", ()):
+            if needed not in known and needed not in getattr(reward, "sources", ()):
+                raise ValueError(
+                    f"group reward {name!r} requires the values of {needed!r}, and this run's completion rewards are {known}: "
+                    "add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
+                )
+
+
+def completion_limit(args: Any) -> int | None:
+    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else unknown."""
+    written = args.generation_kwargs or {}
+    limits = (args.max_completion_length, written.get("max_new_tokens"), written.get("max_tokens"))
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def check_budget(objective: Any, max_completion_length: int | None) -> None:
+    """An average that divides by the generation budget (Dr.GRPO's) needs one."""
+    if max_completion_length is not None or objective is None:
+        return
+    one = torch.ones(1, 1, dtype=torch.float64)
+    without = Denominators(rows=1.0, tokens=1.0, budget=float("nan"))
+    if torch.as_tensor(objective.aggregate(one, one.bool(), without)).isnan().any():
+        raise ValueError(
+            f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it (a limit "
+            "in `generation_kwargs` is only the engine's)"
+        )
+
+
+def check_prompt_lengths(
+    lengths: list[int], config: Any, max_completion_length: int | None, limit: int | None = None
+) -> str | None:
+    """Prompts must leave room for a completion in the model's context.
+
+    Args:
+        lengths: tokens of each prompt.
+        config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
+        max_completion_length: tokens of the longest completion; ``None``: not known, then one must fit.
+        limit: a smaller context that the engine was given (``vllm_max_model_length``).
+
+    Returns:
+        A sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after it.
+
+    Raises:
+        ValueError: a prompt fills the context.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = [(getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model")]
+    found.append((limit, "`vllm_max_model_length`"))
+    context, setting = min(((n, name) for n, name in found if n), default=(None, ""))
+    longest = max(lengths, default=0)
+    if context is None or longest + (max_completion_length or 1) <= context:
+        return None
+    if longest >= context:
+        better = (
+            ""
+            if max_completion_length is None
+            else f", and with `max_completion_length`={max_completion_length} better "
+        )
+        better += "" if max_completion_length is None else f"at most {max(context - max_completion_length, 1)}"
+        raise ValueError(
+            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
+            f"of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
+        )
+    return (
+        f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion may run "
+        f"beyond the context of {context} tokens ({setting})"
+    )

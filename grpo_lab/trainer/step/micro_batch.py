@@ -1,0 +1,135 @@
+"""A micro-batch (or bin) as the carrier that objectives see, and the loss of one as TRL cut it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.objectives import log_ratio, sampler_correction
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.metrics.tokens import record_tokens
+from grpo_lab.trainer.step.old_policy import old_log_probs
+from grpo_lab.trainer.step.row_table import POSITION_OFFSET
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """bool ``[B, T]``: completion tokens that the policy itself made (no padding, no tool output)."""
+    mask: Tensor = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+
+
+def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) -> Tensor:
+    """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
+    count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    if mode == "train":
+        count = count * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+    return count
+
+
+def generation_budget(trainer: LabTrainer) -> float:
+    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``door.check_budget``)."""
+    limit = trainer.max_completion_length
+    return float("nan") if limit is None else float(limit)
+
+
+def token_batch(
+    trainer: LabTrainer, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
+) -> TokenBatch:
+    """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its old
+    log-probs are the forward's own."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    old = old_log_probs(logps, fields)
+    advantages = fields["advantages"]
+    weights = fields.get("importance_sampling_ratio")
+    if weights is None and trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        weights = sampler_correction(
+            old,
+            fields["sampling_per_token_logps"],
+            mask,
+            trainer.vllm_importance_sampling_mode,
+            trainer.vllm_importance_sampling_clip_min,
+            trainer.vllm_importance_sampling_clip_max,
+        )
+    return TokenBatch(
+        logps=logps,
+        old_logps=old,
+        log_ratio=log_ratio(objective.ratio, logps, old, mask),
+        advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
+        mask=mask,
+        ref_logps=fields.get("ref_per_token_logps"),
+        entropies=entropies,
+        sampler_weights=weights,
+        extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
+    )
+
+
+def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
+    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it.
+
+    ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
+    """
+    if POSITION_OFFSET not in inputs:
+        return None
+    prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
+    width = inputs["prompt_ids"].size(1)
+    first = inputs[POSITION_OFFSET]
+    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
+    moved = (first - (width - prompts)).unsqueeze(1) + steps
+    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
+    return torch.minimum(moved.clamp(min=0), last)
+
+
+def has_our_inputs(trainer: LabTrainer, inputs: dict[str, Any]) -> bool:
+    """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
+    objective = trainer.algorithm.objective
+    return objective is not None and (objective.kl_in_loss is None or "ref_per_token_logps" in inputs)
+
+
+def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
+    objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
+    assert objective is not None
+    logps, entropies, router_loss = trainer._get_per_token_logps_and_entropies(
+        model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].size(1),
+        compute_entropy=True,
+        compute_aux_loss=trainer.aux_loss_enabled,
+        **{name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
+    )
+    batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs)
+    accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    denominators = Denominators(
+        rows=batch.mask.size(0) * accumulation,
+        tokens=token_denominator(trainer, inputs, mode),
+        budget=generation_budget(trainer),
+        micro_batches=accumulation,
+    )
+    loss: Tensor = objective.aggregate(trainer.token_loss(batch), batch.mask, denominators)
+    book = trainer.metric_book(mode)
+    record_tokens(trainer, book, batch)
+    if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
+        loss = loss + trainer.router_aux_loss_coef * router_loss / accumulation
+        book.add("aux_loss", router_loss, 1.0)
+    if mode == "eval" or trainer.accelerator.sync_gradients or book.mean_of_means:  # then each micro-batch is a mean
+        book.reduce(trainer.accelerator)
+    return loss
+
+
+__all__ = [
+    "generation_budget",
+    "has_our_inputs",
+    "loss_mask",
+    "micro_batch_loss",
+    "positions_at_generation",
+    "token_batch",
+    "token_denominator",
+]

@@ -1,0 +1,217 @@
+"""The old policy's log-probs that a loss reads: from a forward of the same shapes as its own, or its own.
+
+In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward that it is in. Old log-probs from
+another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per sequence in bfloat16,
+where GSPO clips at 3e-4). So, for a generation batch that outlives an optimizer step:
+
+    while no update has happened since the batch was generated    the loss's own forward, detached
+    a micro-batch that comes again (``num_iterations`` > 1)        that same forward, kept
+    a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in the
+                                                                   very bins that its own step will have
+
+Whether an update has happened is not counted: a micro-batch without old log-probs is one that no update has touched, since all that is
+left of a generation batch gets its own in the first step that trains on some of it. That is in the buffer, and so in a checkpoint.
+
+The bins of a later step are known where an optimizer step holds whole steps of one generation batch (``steps_per_generation`` is a multiple of
+``gradient_accumulation_steps``); elsewhere a step mixes rows of two batches or of two passes, and old log-probs are off by
+what the precision rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.trainer import trl_bridge
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.step.exact_update import ExactUpdate
+    from grpo_lab.trainer.step.row_table import RowTable
+
+OLD = "old_per_token_logps"
+#: copy of the old log-probs that bins made at generation, for a batch that a team's method sees: where it left them as they are they count as missing
+AS_GENERATED = "old_log_probs_as_generated"
+#: per row 1 where no update has happened since generation (only in a step where some row has old log-probs)
+UNMOVED = "policy_unmoved"
+
+
+def unmoved_rows(batch: dict[str, Any]) -> Tensor:
+    """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
+    old, made = batch.get(OLD), batch.get(AS_GENERATED)
+    if old is None:
+        return torch.ones(batch["completion_ids"].size(0), dtype=torch.bool, device=batch["completion_ids"].device)
+    if made is None:
+        return torch.zeros(old.size(0), dtype=torch.bool, device=old.device)
+    same: Tensor = (old == made).all(dim=1)
+    return same
+
+
+def awaits(batch: dict[str, Any]) -> bool:
+    """Whether no update has touched this micro-batch since it was generated; the same on every rank."""
+    return OLD not in batch or AS_GENERATED in batch
+
+
+def with_unmoved(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The micro-batches of an optimizer step with the same fields in each: ``OLD`` (0 where there is none) and ``UNMOVED``."""
+    if not any(OLD in batch for batch in window):
+        return window
+    return [
+        {
+            **{name: value for name, value in batch.items() if name != AS_GENERATED},
+            OLD: batch[OLD] if OLD in batch else torch.zeros_like(batch["completion_mask"], dtype=torch.float32),
+            UNMOVED: unmoved_rows(batch).long(),
+        }
+        for batch in window
+    ]
+
+
+def old_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
+    """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the forward's own."""
+    own, old = logps.detach(), fields.get(OLD)
+    if old is None:
+        return own
+    unmoved = fields[UNMOVED].bool() if UNMOVED in fields else unmoved_rows(fields)
+    return torch.where(unmoved.unsqueeze(1), own, old)
+
+
+class Kept:
+    """Log-probs of some rows of an optimizer step's table, collected bin by bin, for the ranks that own the rows."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[list[int], Tensor]] = []
+
+    def add(self, rows: list[int], logps: Tensor) -> None:
+        if rows:
+            self._parts.append((rows, logps.detach()))
+
+    def local(self, trainer: LabTrainer, table: RowTable, count: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows ``[count, T]``, 0 where no bin held one, and bool ``[count, 1]``, where one did. A collective."""
+        dtype = self._parts[0][1].dtype if self._parts and trainer.accelerator.num_processes == 1 else torch.float32
+        found = torch.zeros(table.fields["completion_ids"].shape, dtype=dtype, device=table.offset.device)
+        made = torch.zeros(found.size(0), 1, device=found.device)
+        for rows, logps in self._parts:
+            found[rows, : logps.size(1)] = logps.to(dtype)
+            made[rows] = 1
+        if trainer.accelerator.num_processes > 1:  # each row is in one bin of one rank
+            found, made = (trainer.accelerator.reduce(values, reduction="sum") for values in (found, made))
+        first = trainer.accelerator.process_index * count
+        return found[first : first + count], made[first : first + count] > 0
+
+
+class OldPolicy:
+    """What is left of the current generation batch after the step at hand, and its old log-probs."""
+
+    def __init__(self, update: ExactUpdate) -> None:
+        self._update = update
+        self._trainer = update.trainer
+
+    @property
+    def _buffer(self) -> list[dict[str, Any]]:
+        """TRL's micro-batches of the current generation batch (its annotation says None)."""
+        found: Any = self._trainer._buffered_inputs
+        return found or []
+
+    def _ahead(self) -> list[int]:
+        """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch, in order."""
+        trainer = self._trainer
+        if not trl_bridge.wants_old_log_probs(trainer)[0] or not self._buffer:
+            return []
+        per_pass = int(trainer.args.steps_per_generation)
+        left = -(trainer._step + 1) % (per_pass * trainer.num_iterations)
+        return [step % per_pass for step in range(trainer._step + 1, trainer._step + 1 + left)]
+
+    def _here(self, window: int) -> list[int | None]:
+        """Place in the buffer of each of the step's micro-batches; None for one of an earlier generation batch."""
+        trainer = self._trainer
+        per_pass = int(trainer.args.steps_per_generation)
+        start = trainer._step - trainer._step % (per_pass * trainer.num_iterations)
+        return [s % per_pass if s >= start else None for s in range(trainer._step - window + 1, trainer._step + 1)]
+
+    def comes_again(self, window: int) -> bool:
+        """Whether a micro-batch of this step is trained on again and has no old log-probs yet: then its forward is kept."""
+        return any(place is not None for place in self._again(window))
+
+    def _again(self, window: int) -> list[int | None]:
+        ahead, buffer = set(self._ahead()), self._buffer
+        return [p if p in ahead and awaits(buffer[p]) else None for p in self._here(window)]
+
+    def before_update(self, window: int) -> None:
+        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step."""
+        ahead, buffer = self._ahead(), self._buffer
+        known: set[int | None] = set(self._here(window))
+        size = self._trainer.args.gradient_accumulation_steps
+        for start in range(0, len(ahead), size):
+            step = ahead[start : start + size]
+            if any(p not in known and awaits(buffer[p]) for p in step):
+                found, table = self._update.log_probs_of([buffer[p] for p in step])
+                self._hand_out(found, table, [p if p not in known and awaits(buffer[p]) else None for p in step], step)
+            known.update(step)
+
+    def keep(self, found: Kept, table: RowTable, window: list[dict[str, Any]]) -> None:
+        """The training forward's log-probs into the micro-batches that come again."""
+        here: list[Any] = self._here(len(window))
+        self._hand_out(found, table, self._again(len(window)), here, window)
+
+    def _hand_out(
+        self,
+        found: Kept,
+        table: RowTable,
+        wanted: list[int | None],
+        places: list[Any],
+        batches: list[dict[str, Any]] | None = None,
+    ) -> None:
+        buffer = self._buffer
+        batches = batches or [buffer[p] for p in places]
+        sizes = [batch["completion_ids"].size(0) for batch in batches]
+        local, made = found.local(self._trainer, table, sum(sizes))
+        for place, logps, rows, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
+            if place is not None:
+                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], rows)
+
+    @torch.no_grad()
+    def before_update_in_trls_batches(self) -> None:
+        """The same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
+        trainer = self._trainer
+        for place in dict.fromkeys(self._ahead()):
+            batch = self._buffer[place]
+            if awaits(batch):
+                _fill(batch, trl_log_probs(trainer, batch))
+
+
+def trl_log_probs(trainer: LabTrainer, batch: dict[str, Any]) -> Tensor:
+    """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
+    forward: Callable[..., Any] = trainer._get_per_token_logps_and_entropies
+    with trl_bridge.without_checkpointing(trainer):
+        logps, _, _ = forward(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            **{name: batch.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
+        )
+    found: Tensor = logps
+    return found
+
+
+def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
+    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has any."""
+    unmoved = unmoved_rows(batch).unsqueeze(1) & made
+    batch[OLD] = torch.where(unmoved, logps, batch[OLD]) if OLD in batch else logps.clone()
+    batch.pop(AS_GENERATED, None)
+
+
+__all__ = [
+    "AS_GENERATED",
+    "OLD",
+    "UNMOVED",
+    "Kept",
+    "OldPolicy",
+    "old_log_probs",
+    "trl_log_probs",
+    "unmoved_rows",
+    "with_unmoved",
+]

@@ -1,0 +1,183 @@
+"""Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
+
+The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of a row
+depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in pairs, in
+reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since what it answers may
+follow a schedule. Asking leaves no trace: random states and the part's own state are put back, and a part that touched
+either is one whose value depends on how often it is called.
+
+What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Objective
+from grpo_lab.trainer.metrics.book import unrecorded
+from grpo_lab.trainer.settings.algorithm import name_of
+from grpo_lab.trainer.step.loss_proof import (
+    TokenLoss,
+    is_sum_over_rows,
+    toy_batch,
+    vanishes_without_advantage,
+    wide_toy_batch,
+)
+from grpo_lab.trainer.step.part_state import StateWatch
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.lab_trainer import LabTrainer
+
+#: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
+PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
+FURTHER_PADDING = 3
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Args:
+    stock: why TRL's batches must stay, or ``None``.
+    vanishes: a row whose advantage is 0 has no loss and no gradient.
+    """
+
+    stock: str | None
+    vanishes: bool
+
+
+def has_team_parts(trainer: LabTrainer) -> bool:
+    """Whether the loss in force has a part that is not this package's, so that its answers may change."""
+    objective = trainer.algorithm.objective
+    return objective is not None and bool(_team_parts(trainer, objective))
+
+
+def answers(trainer: LabTrainer, objective: Objective) -> Answers:
+    """What the parts in force answer now; the same on every rank."""
+    parts = _team_parts(trainer, objective)
+    names = " and ".join(parts)
+    with left_as_it_was(trainer) as watch:
+        stock = None
+        try:
+            stock = _why_not_row_by_row(trainer.token_loss, objective) if parts else None
+            vanishes = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
+            args = trainer.args
+            several = args.gradient_accumulation_steps > args.steps_per_generation
+            if stock is None and not is_local(objective) and not is_sum_over_rows(objective, several):
+                stock = "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches"
+            elif stock is not None:
+                stock = f"{names}: {stock}"
+        except Exception as error:
+            if not parts:
+                raise
+            stock, vanishes = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", False
+    if parts and watch.touched:
+        stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
+    return _on_every_rank(trainer, Answers(stock, vanishes)) if parts else Answers(stock, vanishes)
+
+
+def is_local(objective: Objective) -> bool:
+    """Whether the aggregation divides by what is in the local micro-batch, by definition."""
+    return getattr(objective.aggregate, "__name__", "") == "local_token_mean"
+
+
+@contextlib.contextmanager
+def left_as_it_was(trainer: LabTrainer) -> Iterator[StateWatch]:
+    """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    hook = [trainer.token_loss] if trainer.has_own_token_loss else []
+    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
+        yield watch
+
+
+def _team_parts(trainer: LabTrainer, objective: Objective) -> list[str]:
+    found = []
+    if trainer.has_own_token_loss:
+        found.append(f"`{type(trainer).__name__}.token_loss`")
+    if type(objective.surrogate) not in SURROGATES.values():
+        found.append(f"the surrogate `{name_of(objective.surrogate)}`")
+    if objective.aggregate not in AGGREGATIONS.values():
+        found.append(f"the aggregation `{name_of(objective.aggregate)}`")
+    return found
+
+
+def _on_every_rank(trainer: LabTrainer, mine: Answers) -> Answers:
+    """The strictest answer of all ranks: they must not part."""
+    flags = torch.tensor([[mine.stock is None, mine.vanishes]], device=trainer.accelerator.device)
+    free, vanishes = trainer.accelerator.gather(flags).all(0).tolist()
+    stock = mine.stock if free or mine.stock is not None else "a part depends on the batch on another rank"
+    return Answers(stock, bool(vanishes))
+
+
+def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
+    for whole in (toy_batch(objective), wide_toy_batch(objective)):
+        loss, gradient = _asked(token_loss, whole)
+        again = _asked(token_loss, whole)
+        if not (torch.equal(loss, again[0]) and torch.equal(gradient, again[1])):
+            return "asked twice, it gives two answers"
+        rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
+        padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
+        if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
+            return "its value depends on how wide a batch is padded"
+        for part in (*PARTS, rows[::-1]):
+            longest = int(whole.mask[list(part)].sum(1).max())
+            found = _asked(token_loss, cut(whole, part, longest))
+            expected = loss[list(part), :longest], gradient[list(part), :longest]
+            if not _alike(expected, found):
+                return "the loss of a row depends on the other rows of its batch, or on its width"
+        quiet = (torch.arange(len(rows)) % 2 == 0).unsqueeze(1)
+        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(quiet, 0.0)))
+        loud = ~quiet.squeeze(1)
+        if not _alike((loss[loud], gradient[loud]), (muted[0][loud], muted[1][loud])):
+            return "the loss of a row depends on the advantages of others"
+    return None
+
+
+def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Per-token loss and its gradient, both ``[B, T]``."""
+    logps = batch.logps.detach().clone().requires_grad_(True)
+    moved = logps - batch.logps.detach()  # 0, with the gradient of logps
+    per_token = batch.log_ratio.shape == batch.mask.shape
+    lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)
+    steps = moved * batch.mask if per_token else (moved * batch.mask).sum(1, keepdim=True) / lengths
+    loss = token_loss(replace(batch, logps=logps, log_ratio=batch.log_ratio.detach() + steps))
+    loss = loss.expand(batch.mask.shape).masked_fill(~batch.mask, 0.0)
+    if not loss.requires_grad:
+        return loss, torch.zeros_like(logps)
+    (gradient,) = torch.autograd.grad(loss.sum(), logps, allow_unused=True)
+    return loss.detach(), torch.zeros_like(logps) if gradient is None else gradient
+
+
+def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
+    """Some rows of ``batch`` as a batch of their own, ``width`` tokens wide; further columns are padding."""
+    tall = batch.mask.size(1)
+
+    def field(value: Tensor | None) -> Any:
+        if value is None:
+            return None
+        chosen = value.detach()[list(rows)]
+        if chosen.size(1) != tall:  # one value a row
+            return chosen
+        return torch.nn.functional.pad(chosen[:, :width], (0, max(width - tall, 0)))
+
+    names = ("logps", "old_logps", "log_ratio", "advantages", "mask", "ref_logps", "entropies", "sampler_weights")
+    return replace(batch, **{name: field(getattr(batch, name)) for name in names})
+
+
+def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:
+    """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
+    for one, other in zip(expected, found, strict=True):
+        size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
+        tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
+        if not bool(((one - other).abs() <= tolerance * size).all()):
+            return False
+    return True
+
+
+__all__ = ["Answers", "answers", "cut", "has_team_parts", "is_local", "left_as_it_was"]

@@ -1,0 +1,67 @@
+"""Supervised training with TRL's SFTTrainer: the cold start on worked solutions, and rows of prompt and completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from grpo_lab.trainer.settings.parse import refuse_unknown
+
+
+def cold_start(
+    model: Any,
+    tokenizer: Any,
+    rows: Dataset,
+    output_dir: Path,
+    arguments: dict[str, Any],
+    callbacks: list[Any] | None = None,
+) -> None:
+    """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Saved to ``output_dir``.
+
+    The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
+
+    Raises:
+        ValueError: no column ``worked_solution``, or an unknown setting of ``trl.SFTConfig`` (with the nearest match).
+    """
+    if "worked_solution" not in rows.column_names:
+        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
+    pairs = rows.map(_as_pair, remove_columns=rows.column_names)
+    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`")
+
+
+def supervised(
+    model: Any,
+    tokenizer: Any,
+    pairs: Dataset,
+    output_dir: Path,
+    arguments: dict[str, Any],
+    callbacks: list[Any] | None = None,
+    where: str = "`training`",
+) -> None:
+    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The trainer
+    saves to ``output_dir``, as in ``cold_start``.
+
+    Raises:
+        ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.
+    """
+    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, where)
+    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **arguments}
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings),
+        train_dataset=pairs.select_columns(["prompt", "completion"]),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    trainer.save_model(str(output_dir))
+
+
+def _as_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """TRL's prompt-completion form, as text or as messages, whichever the prompt is."""
+    if isinstance(row["prompt"], str):
+        return {"prompt": row["prompt"], "completion": row["worked_solution"]}
+    return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["worked_solution"]}]}

@@ -1,0 +1,83 @@
+"""Training on pairs with TRL: DPO, and SimPO through TRL's CPOTrainer.
+
+    DPO     −log σ(β [log π(y⁺)/π₀(y⁺) − log π(y⁻)/π₀(y⁻)])                          arXiv 2305.18290, eq. 7
+    SimPO   −log σ(β log π(y⁺)/|y⁺| − β log π(y⁻)/|y⁻| − γ)                           arXiv 2405.14734, eq. 6
+
+SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
+being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
+paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset
+
+from grpo_lab.trainer.settings.parse import refuse_unknown
+
+Method = Literal["dpo", "simpo"]
+PAIR = ("prompt", "chosen", "rejected")
+
+
+def prefer(
+    method: Method,
+    model: Any,
+    tokenizer: Any,
+    pairs: Dataset,
+    output_dir: Path,
+    arguments: dict[str, Any],
+    callbacks: list[Any] | None = None,
+) -> None:
+    """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join in).
+
+    Args:
+        pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
+        arguments: fields of ``trl.DPOConfig`` or of TRL's ``CPOConfig``.
+
+    Raises:
+        ValueError: no pairs, a missing column, or an unknown setting.
+    """
+    if missing := [name for name in PAIR if name not in pairs.column_names]:
+        raise ValueError(f"pairs have no column {missing[0]!r}; they have {pairs.column_names}")
+    config, trainer_class = _trl(method)
+    refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
+    fixed = {"loss_type": "simpo", "cpo_alpha": 0.0} if method == "simpo" else {}
+    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **fixed, **arguments}
+    if method == "simpo":
+        settings.setdefault("remove_unused_columns", False)
+        if settings["loss_type"] != "simpo":
+            raise ValueError(f"`training.loss_type` is {settings['loss_type']!r}; `method: simpo` means 'simpo'")
+    trainer = trainer_class(
+        model=model,
+        args=config(**settings),
+        train_dataset=pairs.select_columns(list(PAIR)),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    trainer.save_model(str(output_dir))
+
+
+def check_training(method: str, arguments: dict[str, Any]) -> None:
+    """ValueError for a setting that the trainer of ``method`` (dpo, simpo, shortest_sft) does not have; trains nothing."""
+    if method == "shortest_sft":
+        from trl import SFTConfig
+
+        config: Any = SFTConfig
+    else:
+        config, _ = _trl("dpo" if method == "dpo" else "simpo")
+    refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
+
+
+def _trl(method: Method) -> tuple[Any, Any]:
+    if method == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOConfig, DPOTrainer
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return CPOConfig, CPOTrainer
