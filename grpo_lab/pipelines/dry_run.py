@@ -50,8 +50,8 @@ def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
 
 def describe(recipe: Recipe) -> dict[str, str]:
     """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
+    from grpo_lab.trainer.named_parts import with_class_parts
     from grpo_lab.trainer.settings.algorithm import algorithm_from
-    from grpo_lab.trainer.settings.named_parts import with_class_parts
 
     recipe = parts.numbers_read(recipe)
     config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, _config(recipe))

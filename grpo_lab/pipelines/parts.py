@@ -235,9 +235,9 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
-    from grpo_lab.trainer.prompts.sampler import SamplerSettings
-    from grpo_lab.trainer.rollout.engine import RolloutSettings
     from grpo_lab.trainer.settings import parse as settings
+    from grpo_lab.trainer.settings.rollout import RolloutSettings
+    from grpo_lab.trainer.settings.sampler import SamplerSettings
 
     mappings: dict[str, Any] = {
         "objective": settings.ObjectiveSettings,

@@ -9,11 +9,6 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_lab.objectives import MirrorDescent, preset
-from grpo_lab.trainer.prompts.sampler import check_sampler
-from grpo_lab.trainer.rollout.correction import check_sampling_correction
-from grpo_lab.trainer.rollout.engine import rollout_settings
-from grpo_lab.trainer.rollout.thinking import check_thinking
-from grpo_lab.trainer.scoring.schedules import reward_schedules
 from grpo_lab.trainer.settings.algorithm import (
     NOT_TRLS,
     TRL_EQUIVALENT,
@@ -23,7 +18,11 @@ from grpo_lab.trainer.settings.algorithm import (
     trl_loss_type,
 )
 from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
-from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, refuse_unknown
+from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by, refuse_unknown
+from grpo_lab.trainer.settings.rollout import check_thinking, rollout_settings
+from grpo_lab.trainer.settings.sampler import check_sampler
+from grpo_lab.trainer.settings.sampling import check_sampling_correction
+from grpo_lab.trainer.settings.schedules import reward_schedules
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
 NOT_HONOURED: tuple[str, ...] = (
@@ -42,18 +41,6 @@ NOT_HONOURED: tuple[str, ...] = (
     "vespo_lambda_pos",
     "vespo_k_neg",
     "vespo_lambda_neg",
-)
-
-#: what ``LabConfig`` adds to TRL's fields
-OUR_FIELDS: tuple[str, ...] = (
-    "objective",
-    "advantage",
-    "kl",
-    "rollout",
-    "reward_schedules",
-    "reset_optimizer",
-    "sampler",
-    "update",
 )
 
 
@@ -266,9 +253,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return named_by(value) if callable(value) else value
-
-
-def named_by(part: Any) -> str:
-    """``"module:attribute"`` of a function or class, of the class for an instance."""
-    kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
-    return f"{kind.__module__}:{kind.__qualname__}"

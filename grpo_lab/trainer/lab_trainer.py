@@ -18,14 +18,17 @@ from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.metrics.book import MetricBook, reward_metrics, unrecorded
-from grpo_lab.trainer.prompts.fit import check_training_prompts, refuse_long
-from grpo_lab.trainer.prompts.sampler import PromptOrder, sampler_settings, with_row_numbers
+from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
+from grpo_lab.trainer.metrics.model_card import in_our_words
+from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.prompts.sampler import PromptOrder, with_row_numbers
+from grpo_lab.trainer.proof.loss_proof import prove_loss
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
 from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.resume.saved_arguments import picklable
-from grpo_lab.trainer.rollout.correction import check_sampling_correction, length_quartiles, record_by_length
-from grpo_lab.trainer.rollout.engine import SyncProof, engine_class, rollout_settings
+from grpo_lab.trainer.rollout.engine import SyncProof, engine_class
+from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts, refuse_long
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
 from grpo_lab.trainer.rollout.thinking import thinking_rollout
 from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
@@ -42,8 +45,9 @@ from grpo_lab.trainer.scoring.reward_table import (
     nan_counts,
     truncated_rows,
 )
-from grpo_lab.trainer.scoring.schedules import WeightSchedules, reward_schedules
+from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
+from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.settings.inputs import (
     check_budget,
@@ -53,15 +57,15 @@ from grpo_lab.trainer.settings.inputs import (
     check_requires,
     completion_limit,
 )
-from grpo_lab.trainer.settings.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.settings.rollout import rollout_settings
+from grpo_lab.trainer.settings.sampler import sampler_settings
+from grpo_lab.trainer.settings.sampling import check_sampling_correction
+from grpo_lab.trainer.settings.schedules import reward_schedules
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import GenerationForwards
-from grpo_lab.trainer.step.loss_proof import prove_loss
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
 from grpo_lab.trainer.step.model_conditions import takes_positions
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
-from grpo_lab.trainer.trl_bridge.advantages import trl_advantages
-from grpo_lab.trainer.trl_bridge.model_card import in_our_words
 
 logger = logging.getLogger("grpo_lab")
 

@@ -13,7 +13,7 @@ from grpo_lab.rewards import (
 )
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.trainer.lab_trainer import LabTrainer
-from grpo_lab.trainer.scoring.reward_table import reward_name
+from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 
 class DrGRPOTrainer(LabTrainer):

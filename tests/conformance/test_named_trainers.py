@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 import grpo_lab
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer import named
-from grpo_lab.trainer.scoring.reward_table import reward_name
+from grpo_lab.trainer.trl_bridge.rewards import reward_name
 from parity.harness import Run, arguments, movement_difference, train
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms"

@@ -29,7 +29,7 @@ from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.trainer.config import LabConfig
-from grpo_lab.trainer.scoring.schedules import reward_schedules
+from grpo_lab.trainer.settings.schedules import reward_schedules
 
 LANGUAGES = ("python", "yaml", "bash", "text")
 PAGES = pages()

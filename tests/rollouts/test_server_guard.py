@@ -30,7 +30,7 @@ from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers,
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.prompts.fit import PromptTooLong
+from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_client import LabVLLMClient
 from rollouts.server_runs import build
 from rollouts.test_server import free_port

@@ -16,8 +16,8 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
 from grpo_lab.objectives import Clipped
-from grpo_lab.trainer.config import OUR_FIELDS
 from grpo_lab.trainer.settings.algorithm import algorithm_from
+from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
 
 def config(folder: Path | str = "unused", **changes: Any) -> LabConfig:

@@ -10,8 +10,8 @@ from torch import Tensor
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective
 from grpo_lab.trainer.metrics.book import EXTREMES, NOTHING, LeftOut, MetricBook, add_extreme_metric, add_token_metric
-from grpo_lab.trainer.rollout.correction import add_by_length
-from grpo_lab.trainer.step.loss_proof import toy_batch
+from grpo_lab.trainer.metrics.by_length import add_by_length
+from grpo_lab.trainer.proof.loss_proof import toy_batch
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer

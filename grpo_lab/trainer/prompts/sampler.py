@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 from grpo_lab.trainer.metrics.book import MetricBook
-from grpo_lab.trainer.scoring.reward_table import correctness_column
-from grpo_lab.trainer.settings.parse import as_settings
+from grpo_lab.trainer.settings.sampler import SamplerSettings
+from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
 if TYPE_CHECKING:
@@ -37,81 +36,6 @@ if TYPE_CHECKING:
 
 ROW_COLUMN = "grpo_lab_row"
 STATE_FILE = "grpo_lab_sampler.json"
-
-#: sampler → the settings that it reads, with their defaults (None: has to be given)
-KNOBS: dict[str, dict[str, Any]] = {
-    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
-    "curriculum": {"pass_rate_column": "pass_rate"},
-    "uniform_then_hard": {
-        "pass_rate_column": "pass_rate",
-        "floor": 0.05,
-        "uniform_rounds": None,
-        "hard_below": 0.5,
-    },
-}
-
-
-@dataclass(frozen=True)
-class SamplerSettings:
-    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
-
-    Args:
-        name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
-        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate`` writes
-            ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
-        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may have 0.
-        decay: share of the earlier counts kept when a problem is seen again.
-        uniform_rounds: generation batches over all problems before the hard ones.
-        hard_below: a problem is hard if its pass rate is smaller.
-    """
-
-    name: str
-    pass_rate_column: str | None = None
-    floor: float | None = None
-    decay: float | None = None
-    uniform_rounds: int | None = None
-    hard_below: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in KNOBS:
-            raise ValueError(f"`sampler` is {self.name!r}; it must be one of {sorted(KNOBS)}, or a mapping with `name`")
-        for knob in (field for field in self.__dataclass_fields__ if field != "name"):
-            if getattr(self, knob) is not None and knob not in KNOBS[self.name]:
-                raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
-            needed = knob in KNOBS[self.name] and KNOBS[self.name][knob] != ""
-            if needed and self[knob] in (None, ""):
-                raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
-
-    def __getitem__(self, knob: str) -> Any:
-        """The value in force: as set, or the sampler's default."""
-        value = getattr(self, knob)
-        return KNOBS[self.name][knob] if value is None else value
-
-    @property
-    def column(self) -> str | None:
-        return self["pass_rate_column"] or None
-
-
-def sampler_settings(value: Any) -> SamplerSettings | None:
-    """The setting ``sampler`` parsed; ``None`` keeps TRL's sampler."""
-    return None if value is None else as_settings(SamplerSettings, value, "sampler")
-
-
-def check_sampler(args: Any) -> None:
-    """Refuse a `sampler` that is misspelt, or that stands beside a setting which contradicts it."""
-    settings = sampler_settings(getattr(args, "sampler", None))
-    if settings is None:
-        return
-    if not getattr(args, "shuffle_dataset", True):
-        raise ValueError(
-            f"`shuffle_dataset`=False asks for the order of the data set and `sampler`={settings.name!r} for another: "
-            "leave one out"
-        )
-    if args.ignore_data_skip:
-        raise ValueError(
-            "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
-            "its start; leave one out"
-        )
 
 
 def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:

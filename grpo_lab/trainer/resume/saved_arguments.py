@@ -11,7 +11,7 @@ import copy
 import pickle
 from typing import Any
 
-from grpo_lab.trainer.config import OUR_FIELDS, named_by
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, named_by
 
 
 def picklable(args: Any) -> Any:

@@ -8,10 +8,7 @@ its weights (the CPU build), pushes weights in a way that reaches all of them. O
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +19,10 @@ from trl.generation import vllm_generation as trl_vllm
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory
 from grpo_lab.rollouts.proof import prove_sync, tolerance_for
 from grpo_lab.rollouts.sync import needs_repair, push_weights
-from grpo_lab.trainer.prompts.fit import refuse_long
 from grpo_lab.trainer.rollout import server
+from grpo_lab.trainer.rollout.prompt_fit import refuse_long
 from grpo_lab.trainer.rollout.server_check import release
-from grpo_lab.trainer.rollout.server_client import ServerSettings
-from grpo_lab.trainer.rollout.thinking import check_budget
-from grpo_lab.trainer.settings.parse import refuse_unknown
+from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
@@ -42,67 +37,6 @@ LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 GAP_FACTOR = 3.0
 #: proofs that such a difference may ask for in a run
 DOUBTS = 3
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """``rollout``: how completions are made, beside TRL's ``use_vllm``, ``vllm_mode`` and sampling settings.
-
-    Args:
-        verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
-        tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
-            bfloat16 0.1).
-        engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
-        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see ``ServerSettings``.
-        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any engine).
-        budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
-    """
-
-    verify_every: int = 50
-    tolerance: float | None = None
-    engine: Mapping[str, Any] | None = None
-    server: Mapping[str, Any] | None = None
-    thinking_budget: int | None = None
-    budget_text: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.verify_every < 0:
-            raise ValueError(
-                f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps"
-            )
-        EngineOptions.from_mapping(self.engine or {})
-        self.server_settings()
-        check_budget(self.thinking_budget, self.budget_text)
-
-    def server_settings(self) -> ServerSettings:
-        refuse_unknown(self.server or {}, [f.name for f in fields(ServerSettings)], "`rollout.server`")
-        return ServerSettings(**(self.server or {}))
-
-
-def rollout_settings(written: Any, use_vllm: bool, vllm_mode: str = "colocate") -> RolloutSettings:
-    """Typed settings. Raises ``ValueError`` for unknown keys and for engine settings that would have no effect."""
-    if isinstance(written, str):
-        written = json.loads(written)
-    if written is None:
-        return RolloutSettings()
-    if not isinstance(written, Mapping):
-        raise ValueError(f"`rollout` is {written!r}; it must be a mapping such as {{verify_every: 50}}")
-    refuse_unknown(written, [f.name for f in fields(RolloutSettings)], "`rollout`")
-    idle = [name for name in ("verify_every", "tolerance", "engine", "server") if name in written]
-    if idle and not use_vllm:
-        raise ValueError(
-            f"`rollout.{idle[0]}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on"
-        )
-    if "server" in written and vllm_mode != "server":
-        raise ValueError(
-            f"`rollout.server` has an effect only with `vllm_mode: server`, and it is {vllm_mode!r}: leave it out"
-        )
-    if "engine" in written and vllm_mode == "server":
-        raise ValueError(
-            "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
-            "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)"
-        )
-    return RolloutSettings(**written)
 
 
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
@@ -258,4 +192,4 @@ def _training_dtype(trainer: LabTrainer, model: Any) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
 
 
-__all__ = ["RolloutSettings", "SyncProof", "engine_class", "rollout_settings"]
+__all__ = ["SyncProof", "engine_class"]

@@ -20,10 +20,11 @@ from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
 from grpo_lab.rollouts.server import ServerGone
 from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.trainer.prompts.fit import PromptTooLong
 from grpo_lab.trainer.resume.interrupt import kept
+from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_check import check_same_model, claim
-from grpo_lab.trainer.rollout.server_client import KeptFailure, LabVLLMClient, RequestRefused, ServerSettings
+from grpo_lab.trainer.rollout.server_client import KeptFailure, LabVLLMClient, RequestRefused
+from grpo_lab.trainer.settings.rollout import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
 
@@ -33,11 +32,11 @@ from grpo_lab.rollouts.server import (
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.watch import watched
 from grpo_lab.rollouts.weight_files import WeightCourier
-from grpo_lab.trainer.prompts.fit import refuse_long
+from grpo_lab.trainer.rollout.prompt_fit import refuse_long
+from grpo_lab.trainer.settings.rollout import ServerSettings
 
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
-WAYS = ("auto", "nccl", "shared_memory")
 LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 #: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
 LOWEST_LOGPROB = -9998.0
@@ -46,38 +45,6 @@ NAN_ADVICE = (
     "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
     "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
 )
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """``rollout.server``: the talk with the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``, ….
-
-    Args:
-        weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
-        request_timeout: seconds without an answer after which a request counts as failed. A generation is one request: it must
-            be longer than the longest generation.
-        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server counts no
-            token or sleeps; any other request.
-        retries: how often a failed request is sent again (not after ``request_timeout``).
-        backoff: seconds before the second repetition; doubled each time.
-    """
-
-    weights: str = "auto"
-    request_timeout: float = 1800.0
-    silence_timeout: float = 180.0
-    retries: int = 4
-    backoff: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.weights not in WAYS:
-            raise ValueError(f"`rollout.server.weights` is {self.weights!r}; it must be one of {WAYS}")
-        for name in ("request_timeout", "silence_timeout", "backoff"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"`rollout.server.{name}` is {getattr(self, name)!r}; it must be a number of seconds > 0"
-                )
-        if self.retries < 0:
-            raise ValueError(f"`rollout.server.retries` is {self.retries!r}; it must be ≥ 0")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
@@ -297,4 +264,4 @@ class KeptFailure:
         return otherwise
 
 
-__all__ = ["KeptFailure", "LabVLLMClient", "RequestRefused", "ServerSettings", "check_answer", "weight_way"]
+__all__ = ["KeptFailure", "LabVLLMClient", "RequestRefused", "check_answer", "weight_way"]

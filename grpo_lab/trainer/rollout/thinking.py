@@ -23,57 +23,12 @@ from grpo_lab.rollouts.thinking_budget import (
     ThinkingBudget,
     budgeted_generate,
 )
+from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
-    from grpo_lab.trainer.rollout.engine import RolloutSettings
-
-#: sampling settings of either engine that would override the length limit of a phase, or end it for another reason
-_LIMITS = ("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop", "stop_token_ids", "n")
-_CUTS = ("repetition_detection", "max_time")
-
-
-def check_budget(budget: Any, text: Any) -> None:
-    """What can be said about the two settings alone. Raises ``ValueError``."""
-    if budget is None:
-        if text is not None:
-            raise ValueError("`rollout.budget_text` has an effect only with `rollout.thinking_budget`; leave it out")
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
-        raise ValueError(
-            f"`rollout.thinking_budget` is {budget!r}; it must be a number of tokens, 0 or more, or null for no budget"
-        )
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"`rollout.budget_text` is {text!r}; it must be a text that closes the thinking")
-
-
-def check_thinking(args: Any, settings: RolloutSettings) -> None:
-    """What a budget cannot be combined with, as far as the configuration knows. Raises ``ValueError``."""
-    budget = settings.thinking_budget
-    if budget is None:
-        return
-    if args.max_completion_length is None:
-        raise ValueError(
-            f"`rollout.thinking_budget` is {budget} and `max_completion_length` is None: what is left for the answer is the "
-            "difference; set it"
-        )
-    if budget >= args.max_completion_length:
-        raise ValueError(
-            f"`rollout.thinking_budget` is {budget} and `max_completion_length` is {args.max_completion_length}: the budget, "
-            "the inserted text and an answer must fit; lower the one or raise the other"
-        )
-    if getattr(args, "vllm_structured_outputs_regex", None) is not None:
-        raise ValueError(
-            "`vllm_structured_outputs_regex` would have to match the thinking and the answer each on its own under "
-            "`rollout.thinking_budget`; leave one of them out"
-        )
-    overriding = [name for name in (*_LIMITS, *_CUTS) if name in (args.generation_kwargs or {})]
-    if overriding:
-        raise ValueError(
-            f"`generation_kwargs.{overriding[0]}` would end the thinking or the answer where `rollout.thinking_budget` cannot "
-            "see it; leave one of them out (`max_completion_length` is the limit of a whole completion)"
-        )
+    from grpo_lab.trainer.settings.rollout import RolloutSettings
 
 
 def thinking_rollout(trainer: LabTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
@@ -173,4 +128,4 @@ def _record_cuts(trainer: LabTrainer, done: list[BudgetedCompletion]) -> None:
     book.add_alike("rollout/cut_share", cut, total)
 
 
-__all__ = ["ThinkingRollout", "check_budget", "check_thinking", "thinking_rollout", "trainer_generate"]
+__all__ = ["ThinkingRollout", "thinking_rollout", "trainer_generate"]

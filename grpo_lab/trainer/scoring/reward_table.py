@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
+from trl.trainer.utils import is_async_callable
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
+from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,6 @@ class DeferredReward:
 
     def __call__(self, prompts: list[Any], **_: Any) -> list[None]:
         return [None] * len(prompts)
-
-
-def reward_name(reward: Any) -> str:
-    """The name that TRL gives a reward: of a model (or its path) the last part of its id, of a ``partial`` the function's."""
-    if isinstance(reward, str):
-        return reward.split("/")[-1]
-    if isinstance(reward, nn.Module):
-        return get_config_model_id(reward.config).split("/")[-1]
-    return str(get_callable_name(reward))
 
 
 def as_trl_calls_it(reward: Any, name: str) -> Any:
@@ -238,17 +229,6 @@ def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
 def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[bool]:
     """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
     return [bool(ids) and ids[-1] not in end_ids for ids in completion_ids]
-
-
-def correctness_column(reward_funcs: list[Any]) -> int | None:
-    """Which reward measures correctness: ``measures_correctness = True``, or named accuracy_reward."""
-    for column, reward in enumerate(reward_funcs):
-        inner = reward
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        if getattr(inner, "measures_correctness", False) or reward_name(inner) in ("accuracy_reward", "AccuracyReward"):
-            return column
-    return None
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:

@@ -6,36 +6,15 @@ A schedule keeps no state: a resumed run has at step t the weight that the unint
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_lab.rewards.schedules import Schedule, schedule_from
+from grpo_lab.rewards.schedules import Schedule
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer
-
-
-def reward_schedules(written: Any) -> dict[str, Schedule]:
-    """``{reward name: schedule}`` from the configuration. Raises ``ValueError`` naming the reward and the setting."""
-    if written is None:
-        return {}
-    if isinstance(written, str):
-        written = json.loads(written)
-    if not isinstance(written, Mapping):
-        raise ValueError(
-            f"`reward_schedules` is {written!r}; it must be a mapping of reward names to schedules, such as "
-            "{accuracy_reward: {kind: warmup, start: 100, value: 1.0}}"
-        )
-    found = {}
-    for name, spec in written.items():
-        try:
-            found[str(name)] = schedule_from(spec)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"`reward_schedules.{name}`: {error}") from error
-    return found
 
 
 class WeightSchedules:

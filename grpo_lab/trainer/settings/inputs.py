@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from grpo_lab.batch import Denominators
 from grpo_lab.rewards.protocol import scope_of
-from grpo_lab.trainer.scoring.reward_table import reward_name
+from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 
 def check_inputs(

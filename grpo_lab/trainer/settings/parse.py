@@ -157,3 +157,22 @@ def load_object(reference: str, setting: str) -> Any:
         looked = f"looked on Python's path, which starts with {sys.path[0] or Path.cwd()}"
         raise ValueError(f"`{setting}` is {reference!r}, which cannot be loaded: {error} ({looked})") from error
     return found() if isinstance(found, type) else found
+
+
+#: what ``LabConfig`` adds to TRL's fields
+OUR_FIELDS: tuple[str, ...] = (
+    "objective",
+    "advantage",
+    "kl",
+    "rollout",
+    "reward_schedules",
+    "reset_optimizer",
+    "sampler",
+    "update",
+)
+
+
+def named_by(part: Any) -> str:
+    """``"module:attribute"`` of a function or class, of the class for an instance."""
+    kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
+    return f"{kind.__module__}:{kind.__qualname__}"

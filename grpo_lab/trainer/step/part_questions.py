@@ -22,15 +22,15 @@ from torch import Tensor
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Objective
 from grpo_lab.trainer.metrics.book import unrecorded
-from grpo_lab.trainer.settings.algorithm import name_of
-from grpo_lab.trainer.step.loss_proof import (
+from grpo_lab.trainer.proof.loss_proof import (
     TokenLoss,
     is_sum_over_rows,
     toy_batch,
     vanishes_without_advantage,
     wide_toy_batch,
 )
-from grpo_lab.trainer.step.part_state import StateWatch
+from grpo_lab.trainer.proof.part_state import StateWatch
+from grpo_lab.trainer.settings.algorithm import name_of
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.lab_trainer import LabTrainer

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from trl import rewards
+from trl.trainer.utils import get_callable_name, get_config_model_id
 
 #: recipe name → what builds the reward from its arguments
 SHAPING: dict[str, Callable[..., Any]] = {
@@ -13,3 +16,23 @@ SHAPING: dict[str, Callable[..., Any]] = {
     "repetition": rewards.get_repetition_penalty_reward,
     "cosine_scaled": rewards.get_cosine_scaled_reward,
 }
+
+
+def reward_name(reward: Any) -> str:
+    """The name that TRL gives a reward: of a model (or its path) the last part of its id, of a ``partial`` the function's."""
+    if isinstance(reward, str):
+        return reward.split("/")[-1]
+    if isinstance(reward, nn.Module):
+        return get_config_model_id(reward.config).split("/")[-1]
+    return str(get_callable_name(reward))
+
+
+def correctness_column(reward_funcs: list[Any]) -> int | None:
+    """Which reward measures correctness: ``measures_correctness = True``, or named accuracy_reward."""
+    for column, reward in enumerate(reward_funcs):
+        inner = reward
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        if getattr(inner, "measures_correctness", False) or reward_name(inner) in ("accuracy_reward", "AccuracyReward"):
+            return column
+    return None

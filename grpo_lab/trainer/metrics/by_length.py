@@ -1,0 +1,78 @@
+"""The sampler correction beside the sampling settings: what it cannot correct, and how it goes with completion length.
+
+The correction weighs a completion by π_trainer/π_sampler. The engine's log-probs are those of the distribution that it drew
+from: after temperature, and after top-p, top-k, min-p or penalties have cut it and it was renormalised over what was kept. The
+trainer divides by the temperature, too, but cuts nothing. With a cut the ratio is then not 1 on-policy, but the
+probability that the kept tokens had: below 1 at every token, and smallest where the policy is unsure.
+See ``docs/algorithms/sampler_correction.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.trainer.metrics.book import MetricBook
+
+QUARTILES = 4
+
+
+def length_quartiles(lengths: Tensor) -> Tensor:
+    """Quartile 0 to 3 of each completion's length among all of the batch, long ``[N]``; equal lengths share one."""
+    cuts = torch.quantile(lengths.float(), torch.tensor([0.25, 0.5, 0.75], device=lengths.device))
+    return torch.bucketize(lengths.float(), cuts)
+
+
+def kept_by_bounds(weights: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
+    """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the bound)."""
+    if mode.endswith("mask"):
+        return weights != 0
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    if low is not None:
+        kept &= weights > low
+    if high is not None:
+        kept &= weights < high
+    return kept
+
+
+def by_length(weights: Tensor, mask: Tensor, quartiles: Tensor, kept: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums and counts of the weights and of what was kept, per quartile of completion length.
+
+    Args:
+        weights: ``[B, T]`` per token, or ``[B, 1]`` per completion; then completions are counted.
+        mask: bool ``[B, T]``, tokens that carry loss.
+        quartiles: long ``[B]``.
+        kept: bool like ``weights``.
+    """
+    chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
+    pairs = {}
+    for quartile in range(QUARTILES):
+        where = chosen & (quartiles == quartile).unsqueeze(1)
+        count = where.sum()
+        pairs[f"sampling/ratio_mean/len_q{quartile + 1}"] = (weights.float().masked_fill(~where, 0.0).sum(), count)
+        pairs[f"sampling/kept_share/len_q{quartile + 1}"] = ((kept & where).sum(), count)
+    return pairs
+
+
+def add_by_length(book: MetricBook, trainer: Any, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
+    """``by_length`` of some rows into the book, this rank's share."""
+    for name, (total, count) in by_length(weights, mask, quartiles, _kept(trainer, weights)).items():
+        book.add(name, total, count)
+
+
+def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: str) -> None:
+    """``by_length`` of a generation batch whose weights TRL made, gathered over ranks."""
+    weights = output["importance_sampling_ratio"]
+    pairs = by_length(weights, mask, output["length_quartile"], _kept(trainer, weights))
+    local = torch.stack([torch.stack([total.float(), count.float()]) for total, count in pairs.values()])
+    sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
+    book = trainer.metric_book(mode)
+    for name, (total, count) in zip(pairs, sums, strict=True):
+        book.add_alike(name, total, count)
+
+
+def _kept(trainer: Any, weights: Tensor) -> Tensor:
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    return kept_by_bounds(weights, trainer.vllm_importance_sampling_mode, low, high)
