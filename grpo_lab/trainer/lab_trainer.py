@@ -21,6 +21,7 @@ from grpo_lab.trainer.metrics.book import MetricBook, reward_metrics, unrecorded
 from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
 from grpo_lab.trainer.prompts.sampler import PromptOrder, with_row_numbers
 from grpo_lab.trainer.proof.loss_proof import prove_loss
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
@@ -110,7 +111,10 @@ class LabTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = with_class_parts(type(self), model, args)
-        reward_funcs, environment_factory = with_environment_rewards(type(self), reward_funcs, environment_factory)
+        declares = type(self).declared_rewards.__func__ is not LabTrainer.declared_rewards.__func__  # type: ignore[attr-defined]
+        reward_funcs, environment_factory = with_environment_rewards(
+            type(self), reward_funcs, environment_factory, declares
+        )
         reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
         reward_funcs = without_environment_rewards(reward_funcs)
         check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
@@ -121,7 +125,7 @@ class LabTrainer(GRPOTrainer):
         check_hooks(type(self), self.algorithm, LabTrainer)
         check_budget(self.algorithm.objective, args.max_completion_length)
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
-        self._books = {mode: MetricBook(mean_of_means=as_trl) for mode in ("train", "eval")}
+        self.recorder = Recorder(as_trl, self._mode, lambda: bool(self.accelerator.is_main_process))
         rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
         sampling = sampler_settings(getattr(args, "sampler", None))
@@ -161,7 +165,7 @@ class LabTrainer(GRPOTrainer):
         check_kl_in_reward(self)
         if self.use_vllm:
             self.vllm_generation.waiting = self.keeps_on_interrupt.wait
-            check_training_prompts(self)
+            check_training_prompts(self, type(self)._tokenize_prompts is not LabTrainer._tokenize_prompts)
         self._prove()
 
     @classmethod
@@ -309,7 +313,7 @@ class LabTrainer(GRPOTrainer):
         trl_bridge.replace_logged_advantages(self, advantages)
 
     def _record_rewards(self, scored: Scored, mode: str) -> None:
-        book, table = self._books[mode], scored.table
+        book, table = self.recorder.book(mode), scored.table
         correct = correctness(table, self.reward_funcs)
         reward_metrics(book, dead_groups(table.total, table.group_size), scored.lengths, scored.truncated, correct)
         if mode == "train":
@@ -358,20 +362,17 @@ class LabTrainer(GRPOTrainer):
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def metric_book(self, mode: str) -> MetricBook:
-        return self._books[mode]
+        return self.recorder.book(mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode()
-        for name, value in self._books[mode].read().items():
+        for name, value in self.recorder.book(mode).read().items():
             self._metrics[mode][name] = [value]
         super().log(logs, start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
-        said: set[str] = self.__dict__.setdefault("_said", set())
-        if (key or message) not in said and self.accelerator.is_main_process:
-            said.add(key or message)
-            logger.log(level, message)
+        self.recorder.say(message, key, level)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with in_our_words(self):
@@ -393,6 +394,16 @@ class LabTrainer(GRPOTrainer):
     def has_own_token_loss(self) -> bool:
         """Whether a subclass replaces the hook ``token_loss``."""
         return type(self).token_loss is not LabTrainer.token_loss
+
+    @property
+    def phase(self) -> Phase:
+        """Where in a generation batch the run is."""
+        return Phase.of(self)
+
+    @property
+    def correction(self) -> SamplerCorrection | None:
+        """How completions of another engine are weighed; None where they are not."""
+        return SamplerCorrection.of(self)
 
     @property
     def exact_update(self) -> ExactUpdate:

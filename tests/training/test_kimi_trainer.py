@@ -18,6 +18,7 @@ from grpo_lab.data import word_problems
 from grpo_lab.rewards import AccuracyReward, KimiLengthReward, LanguageConsistencyReward
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.trainer.ports import Phase
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, empty_optimizer
 
 pytestmark = pytest.mark.slow
@@ -194,7 +195,7 @@ def test_state_that_a_reset_would_not_reach_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([{"params": [parameter], "k": 0}], lr=0.1, momentum=0.9)
     args = SimpleNamespace(steps_per_generation=1, optim="schedule_free_sgd")
-    reset = OptimizerReset(SimpleNamespace(is_deepspeed_enabled=False, _step=1, args=args, num_iterations=1))  # type: ignore[arg-type]
+    reset = OptimizerReset(SimpleNamespace(is_deepspeed_enabled=False, args=args, phase=Phase(1, 1, 1, done=1)))  # type: ignore[arg-type]
     reset.on_train_begin(None, None, None, optimizer=optimizer)
     parameter.grad = torch.ones(2)
     optimizer.step()

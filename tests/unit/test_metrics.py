@@ -12,7 +12,8 @@ import torch
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, add_token_metric, reward_metrics
-from grpo_lab.trainer.metrics.tokens import record_skipped, record_tokens
+from grpo_lab.trainer.ports import SamplerCorrection
+from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)
 TWO_ALIKE = SimpleNamespace(gather=lambda value: torch.cat([value, value]))
@@ -102,7 +103,9 @@ def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
     found = {}
     for ratio in ("token", "sequence"):
         objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"], ratio)
-        trainer: Any = SimpleNamespace(algorithm=SimpleNamespace(objective=objective), _metrics={}, _books={})
+        trainer: Any = SimpleNamespace(
+            algorithm=SimpleNamespace(objective=objective), _metrics={}, recorder=SimpleNamespace(books={})
+        )
         moved = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0, 0.0]])
         mask = torch.arange(5) < torch.tensor([[3], [5]])
         book = MetricBook()
@@ -145,9 +148,7 @@ def test_sampler_metrics_by_hand() -> None:
     objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"])
     trainer: Any = SimpleNamespace(
         algorithm=SimpleNamespace(objective=objective),
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_min=None,
-        vllm_importance_sampling_clip_max=3.0,
+        correction=SamplerCorrection("token_truncate", None, 3.0),
     )
     extras = {"sampling_per_token_logps": engines, "length_quartile": torch.tensor([3, 0])}
     step = torch.zeros_like(ours)

@@ -134,13 +134,13 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
 @contextlib.contextmanager
 def unrecorded(trainer: Any) -> Iterator[None]:
     """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is asked about."""
-    trls, ours = trainer._metrics, trainer._books
+    trls, ours = trainer._metrics, trainer.recorder.books
     trainer._metrics = {mode: defaultdict(list) for mode in trls}
-    trainer._books = {mode: MetricBook(book.mean_of_means) for mode, book in ours.items()}
+    trainer.recorder.books = {mode: MetricBook(book.mean_of_means) for mode, book in ours.items()}
     try:
         yield
     finally:
-        trainer._metrics, trainer._books = trls, ours
+        trainer._metrics, trainer.recorder.books = trls, ours
 
 
 def add_token_metric(

@@ -68,11 +68,11 @@ def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: s
     pairs = by_length(weights, mask, output["length_quartile"], _kept(trainer, weights))
     local = torch.stack([torch.stack([total.float(), count.float()]) for total, count in pairs.values()])
     sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
-    book = trainer.metric_book(mode)
+    book = trainer.recorder.book(mode)
     for name, (total, count) in zip(pairs, sums, strict=True):
         book.add_alike(name, total, count)
 
 
 def _kept(trainer: Any, weights: Tensor) -> Tensor:
-    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-    return kept_by_bounds(weights, trainer.vllm_importance_sampling_mode, low, high)
+    how = trainer.correction
+    return kept_by_bounds(weights, how.mode, how.low, how.high)

@@ -15,7 +15,7 @@ from grpo_lab.objectives import PRESETS
 from grpo_lab.trainer import trl_bridge
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 #: what TRL's template makes of a base model and a hub name that it does not have
 NO_BASE = "[None](https://huggingface.co/None)"
@@ -23,7 +23,7 @@ NO_HUB_NAME = 'model="None"'
 
 
 @contextlib.contextmanager
-def in_our_words(trainer: LabTrainer) -> Iterator[None]:
+def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
     """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is completed."""
     method = f"grpo_lab ({trainer.algorithm.describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
@@ -37,12 +37,12 @@ def in_our_words(trainer: LabTrainer) -> Iterator[None]:
         )
 
 
-def _base(trainer: LabTrainer) -> str:
+def _base(trainer: GRPOTrainer) -> str:
     path = str(getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", "") or "")
     return f"the local model `{path}`" if path else "a model that was built from its configuration"
 
 
-def _facts(trainer: LabTrainer) -> str:
+def _facts(trainer: GRPOTrainer) -> str:
     names = trainer.algorithm.names
     rows = [*names.items()]
     preset = PRESETS.get(names.get("objective", ""))

@@ -32,7 +32,7 @@ from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 ROW_COLUMN = "grpo_lab_row"
 STATE_FILE = "grpo_lab_sampler.json"
@@ -81,7 +81,7 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 class PromptOrder:
     """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
 
-    def __init__(self, trainer: LabTrainer, settings: SamplerSettings | None) -> None:
+    def __init__(self, trainer: StepPort, settings: SamplerSettings | None) -> None:
         self.trainer, self.settings = trainer, settings
         self.sampler: RoundSampler | None = None
 
@@ -93,7 +93,7 @@ class PromptOrder:
         shape = {
             "mini_repeat_count": trainer.num_generations,
             "batch_size": trainer.args.generation_batch_size // trainer.num_generations,
-            "repeat_count": trainer.num_iterations * trainer.args.steps_per_generation,
+            "repeat_count": trainer.phase.every,
             "seed": trainer.args.seed,
         }
         rates = list(dataset[settings.column]) if settings.column else None

@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 MANIFEST = "grpo_lab_generation.json"
 FORMAT = 1
@@ -59,7 +59,7 @@ class Found:
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     """Saves and loads what is in memory; a callback because HF clears its running loss when a training begins."""
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
         self._done = 0  # micro-batches up to the last whole optimizer step
         self._loss: tuple[float, int] | None = None
@@ -68,7 +68,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _every(self) -> int:
-        return int(self.trainer.args.steps_per_generation * self.trainer.num_iterations)
+        return self.trainer.phase.every
 
     # -- HF's events ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
             pending.clear()
         for mode in ("train", "eval"):
-            trainer.metric_book(mode).forget()
+            trainer.recorder.book(mode).forget()
         if trainer.use_vllm:
             trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
@@ -120,7 +120,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         told = gather_object([(problem, float(trainer._tr_loss))])
         problem = next((words for words, _ in told if words is not None), None)
         if problem is not None:
-            trainer.say(
+            trainer.recorder.say(
                 f"{place} is inside a generation batch that could not be written ({problem}): a resume from this checkpoint "
                 "generates the batch again and trains the rest of its micro-batches on that",
                 key=f"generation buffer: {problem}",
@@ -178,7 +178,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             "losses": losses,
             "last_logged": trainer._globalstep_last_logged,
             "metrics": {name: [_number(value) for value in seen] for name, seen in trainer._metrics["train"].items()},
-            "pairs": trainer.metric_book("train").pending(),
+            "pairs": trainer.recorder.book("train").pending(),
         }
 
     def _completions(self) -> dict[str, Any] | None:
@@ -216,7 +216,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             assert found.manifest is not None
             self._take(found.manifest, found.rows, checkpoint)
         elif worst[1]:
-            self.trainer.say(f"`resume_from_checkpoint`: {worst[1]}", level=logging.WARNING)
+            self.trainer.recorder.say(f"`resume_from_checkpoint`: {worst[1]}", level=logging.WARNING)
 
     def _found(self, checkpoint: Path) -> Found:
         file = checkpoint / MANIFEST
@@ -264,7 +264,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         window = manifest["window"]
         trainer._step, trainer._buffered_inputs = manifest["step"], rows
         if manifest["left_out"] is not None:
-            trainer.say(
+            trainer.recorder.say(
                 f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({manifest['left_out']}): "
                 "the batch is generated again, and the rest of its micro-batches are trained on that",
                 level=logging.WARNING,
@@ -274,7 +274,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             self._loss = (window["losses"][trainer.accelerator.process_index], window["last_logged"])
             trainer._metrics["train"].clear()
             trainer._metrics["train"].update(window["metrics"])
-            trainer.metric_book("train").take_up(window["pairs"], trainer.accelerator.device)
+            trainer.recorder.book("train").take_up(window["pairs"], trainer.accelerator.device)
         for name, values in (manifest["completions"] or {}).items():
             columns: dict[str | None, list[Any]] = values if isinstance(values, dict) else {None: values}
             for column, entries in columns.items():

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 logger = logging.getLogger("grpo_lab")
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("grpo_lab")
 class KeptOnInterrupt(TrainerCallback):  # type: ignore[misc]
     """Turns SIGINT during ``train`` into a checkpoint at the end of the step, then ``KeyboardInterrupt`` that names it."""
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = weakref.ref(trainer)
         self._before: Any = None
         self.asked = False  # once: a checkpoint is due

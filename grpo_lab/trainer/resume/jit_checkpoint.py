@@ -19,14 +19,14 @@ import torch
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 
 class StepEndCheckpoint(JITCheckpointCallback):  # type: ignore[misc]
     """In the place of HF's callback, with its signal handler; does nothing without ``enable_jit_checkpoint``."""
 
     @classmethod
-    def in_place_of_hfs(cls, trainer: LabTrainer) -> StepEndCheckpoint:
+    def in_place_of_hfs(cls, trainer: GRPOTrainer) -> StepEndCheckpoint:
         """Take HF's callback out of the trainer, where there is one, and go on with its state."""
         ours, callbacks = cls(), trainer.callback_handler.callbacks
         for place, callback in enumerate(callbacks):

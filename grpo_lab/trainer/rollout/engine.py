@@ -26,7 +26,7 @@ from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
@@ -96,7 +96,7 @@ def put_away(model: Any) -> None:
 class SyncProof:
     """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps."""
 
-    def __init__(self, trainer: LabTrainer, settings: RolloutSettings) -> None:
+    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
         self.settings = settings
         self._last = -1
@@ -138,7 +138,7 @@ class SyncProof:
                 gap = prove_sync(generation.llm, model, generation._iter_named_params, probe, tolerance=limit)
         finally:
             model.train(was_training)
-        book = trainer.metric_book("train")
+        book = trainer.recorder.book("train")
         book.add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
 
 
@@ -153,7 +153,7 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
         every = self.proof.settings.verify_every
         if every == 0 or every > MANY_STEPS:
             when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
-            self.proof.trainer.say(
+            self.proof.trainer.recorder.say(
                 f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): in between, "
                 "completions of stale weights would be trained on; up to "
                 f"{MANY_STEPS} is usual, 50 the default",
@@ -172,7 +172,7 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
         proves = self.proof.settings.verify_every > 0
         self.proof.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
-        trainer.say(
+        trainer.recorder.say(
             f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: the engine may "
             f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
             + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
@@ -186,7 +186,7 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
             release(generation.vllm_client, str(args.output_dir))
 
 
-def _training_dtype(trainer: LabTrainer, model: Any) -> torch.dtype:
+def _training_dtype(trainer: GRPOTrainer, model: Any) -> torch.dtype:
     if trainer.args.bf16:
         return torch.bfloat16
     return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from grpo_lab.trainer.rollout.thinking import ThinkingRollout
-
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 BATCH = 256
 NAMED = 5
@@ -47,7 +45,7 @@ def advice(context: int, room: int) -> str:
     )
 
 
-def check_training_prompts(trainer: LabTrainer) -> None:
+def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
     """Every prompt of the data sets must leave room in the engine's context; only rows that could be too long are tokenized.
 
     Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a subclass that
@@ -56,12 +54,8 @@ def check_training_prompts(trainer: LabTrainer) -> None:
     Raises:
         ValueError: names the rows.
     """
-    from grpo_lab.trainer.lab_trainer import LabTrainer as Ours
-
-    own_rollout = trainer.rollout_func is not None and not isinstance(trainer.rollout_func, ThinkingRollout)
-    if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout:
-        return
-    if type(trainer)._tokenize_prompts is not Ours._tokenize_prompts:
+    own_rollout = trainer.rollout_func is not None and not getattr(trainer.rollout_func, "drives_trls_engine", False)
+    if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:
         return
     generation = trainer.vllm_generation
     room = trainer.max_completion_length if generation.mode == "server" and trainer.max_completion_length else 1
@@ -81,7 +75,7 @@ def check_training_prompts(trainer: LabTrainer) -> None:
                 )
 
 
-def too_long(trainer: LabTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
+def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
     """(row, tokens) of the prompts with more than ``limit`` tokens.
 
     A token stands for at least one byte, so a prompt of few bytes is short; what a chat template adds is measured on the first.
@@ -98,7 +92,7 @@ def too_long(trainer: LabTrainer, prompts: Any, limit: int) -> list[tuple[int, i
     return found
 
 
-def _lengths(trainer: LabTrainer, prompts: list[Any]) -> list[int]:
+def _lengths(trainer: GRPOTrainer, prompts: list[Any]) -> list[int]:
     return [len(ids) for ids in GRPOTrainer._tokenize_prompts(trainer, prompts)[0]]
 
 

@@ -28,7 +28,7 @@ from grpo_lab.trainer.settings.rollout import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
 
 FAULTS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -177,7 +177,7 @@ def differing(generation: Any, client: LabVLLMClient | None) -> list[TensorDiffe
 
 
 @contextlib.contextmanager
-def checkpoint_if_server_gone(trainer: LabTrainer) -> Iterator[None]:
+def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
     """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go on.
 
     So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one rank's
@@ -205,12 +205,12 @@ NEW_SERVER = "Start a server again (`grpo-lab serve --model …`) and resume"
 MENDED = "Resume when that is mended"
 
 
-def checkpoint_folder(trainer: LabTrainer) -> str:
+def checkpoint_folder(trainer: GRPOTrainer) -> str:
     """Where the checkpoint of the current step is or would be."""
     return f"{trainer._get_output_dir(trial=None)}/{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 
-def save_for_resume(trainer: LabTrainer, then: str = NEW_SERVER) -> str:
+def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
     """Write a checkpoint as TRL would after this step → a sentence that says where, and what to do ``then``."""
     if not trainer.is_in_train:
         return "No training was in progress, so there was nothing to save"

@@ -27,11 +27,12 @@ from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from trl import GRPOTrainer
+
     from grpo_lab.trainer.settings.rollout import RolloutSettings
 
 
-def thinking_rollout(trainer: LabTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
+def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
     """The ``rollout_func`` for the constructed ``trainer``: its own where no budget is set, else a ``ThinkingRollout``.
 
     Raises:
@@ -61,10 +62,13 @@ def thinking_rollout(trainer: LabTrainer, settings: RolloutSettings, environment
 class ThinkingRollout:
     """TRL's ``rollout_func(prompts, trainer)`` under a budget; logs ``rollout/cut_share``."""
 
+    #: completions come from the engine that TRL drives, so its limits hold for them
+    drives_trls_engine = True
+
     def __init__(self, budget: ThinkingBudget) -> None:
         self.budget = budget
 
-    def __call__(self, prompts: list[Any], trainer: LabTrainer) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         tokenized, images, multimodal = trainer._tokenize_prompts(prompts)
         if images is not None or multimodal:
             raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")
@@ -82,7 +86,7 @@ class ThinkingRollout:
         }
 
 
-def trainer_generate(trainer: LabTrainer, batch: list[list[int]], budget: int) -> Generate:
+def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Generate:
     """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation, whichever engine it drives.
 
     The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows that go on
@@ -103,7 +107,7 @@ def trainer_generate(trainer: LabTrainer, batch: list[list[int]], budget: int) -
     return generate
 
 
-def _rows_in_step(trainer: LabTrainer, rows: int) -> int:
+def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
     """How many rows this rank must hand in. An engine that ranks share (tensor parallel, server) is given as many by each;
     otherwise a rank takes part with one where others have any (sharded weights are gathered by all ranks together)."""
     if trainer.accelerator.num_processes == 1:
@@ -113,18 +117,18 @@ def _rows_in_step(trainer: LabTrainer, rows: int) -> int:
     return most if shared else max(rows, min(most, 1))
 
 
-def _at_most(trainer: LabTrainer, max_new_tokens: int) -> contextlib.AbstractContextManager[None]:
+def _at_most(trainer: GRPOTrainer, max_new_tokens: int) -> contextlib.AbstractContextManager[None]:
     """TRL's length limit is ``max_new_tokens`` inside the block."""
     if trainer.use_vllm:
         return replaced(trainer.vllm_generation, "max_completion_length", max_new_tokens)
     return replaced(trainer.generation_config, "max_new_tokens", max_new_tokens)
 
 
-def _record_cuts(trainer: LabTrainer, done: list[BudgetedCompletion]) -> None:
+def _record_cuts(trainer: GRPOTrainer, done: list[BudgetedCompletion]) -> None:
     device = trainer.accelerator.device
     counts = torch.tensor([[sum(completion.was_cut for completion in done), len(done)]], device=device)
     cut, total = trainer.accelerator.gather(counts).sum(0)
-    book = trainer.metric_book(trainer._mode())
+    book = trainer.recorder.book()
     book.add_alike("rollout/cut_share", cut, total)
 
 

@@ -31,12 +31,12 @@ class FirstMade:
         return self._waiting.pop() if self._waiting else self._factory()
 
 
-def with_environment_rewards(cls: Any, given: Any, factory: Any) -> tuple[Any, Any]:
+def with_environment_rewards(cls: Any, given: Any, factory: Any, completes: bool) -> tuple[Any, Any]:
     """(rewards given and those that environments own, the factories to hand on).
 
-    Looked at only where ``cls`` completes rewards. A class says by itself what it has; another factory is called once.
+    Looked at only where ``cls`` completes rewards (``completes``). A class says by itself what it has; another factory is called once.
     """
-    if factory is None or cls.declared_rewards.__func__ is _plain_declaration():
+    if factory is None or not completes:
         return given, factory
     rewards = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     factories, several = (dict(factory), True) if isinstance(factory, dict) else ({None: factory}, False)
@@ -55,12 +55,6 @@ def with_environment_rewards(cls: Any, given: Any, factory: Any) -> tuple[Any, A
 def without_environment_rewards(rewards: list[Any]) -> list[Any]:
     """What is left for TRL's ``reward_funcs``."""
     return [reward for reward in rewards if not isinstance(reward, EnvironmentReward)]
-
-
-def _plain_declaration() -> Any:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
-
-    return LabTrainer.declared_rewards.__func__  # type: ignore[attr-defined]
 
 
 __all__ = ["EnvironmentReward", "with_environment_rewards", "without_environment_rewards"]

@@ -14,13 +14,13 @@ from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bin
 from grpo_lab.trainer.step.micro_batch import loss_mask
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def check_kl_in_reward(trainer: LabTrainer) -> None:
+def check_kl_in_reward(trainer: StepPort) -> None:
     """TRL's own advantages are made before the penalty is known, so an advantage rule of ours must make them.
 
     Raises:
@@ -35,7 +35,7 @@ def check_kl_in_reward(trainer: LabTrainer) -> None:
     )
 
 
-def whole_completions(trainer: LabTrainer) -> contextlib.AbstractContextManager[Any]:
+def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[Any]:
     """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled.
 
     ``mask_truncated_completions`` keeps cut completions out of the loss, and TRL masks their tokens before it asks for
@@ -45,7 +45,7 @@ def whole_completions(trainer: LabTrainer) -> contextlib.AbstractContextManager[
     return trl_bridge.replaced(trainer, "mask_truncated_completions", False) if _masks_later(trainer) else NOTHING
 
 
-def mask_cut(trainer: LabTrainer, output: dict[str, Any], cut: Tensor) -> dict[str, Tensor]:
+def mask_cut(trainer: StepPort, output: dict[str, Any], cut: Tensor) -> dict[str, Tensor]:
     """What TRL would have masked in ``output``, and its token count; returns the masks of all that was sampled.
 
     Args:
@@ -59,7 +59,7 @@ def mask_cut(trainer: LabTrainer, output: dict[str, Any], cut: Tensor) -> dict[s
     return sampled
 
 
-def _masks_later(trainer: LabTrainer) -> bool:
+def _masks_later(trainer: StepPort) -> bool:
     objective = trainer.algorithm.objective
     return bool(
         trainer.args.mask_truncated_completions and objective is not None and objective.kl_in_reward is not None
@@ -67,7 +67,7 @@ def _masks_later(trainer: LabTrainer) -> bool:
 
 
 def penalised(
-    trainer: LabTrainer, output: dict[str, Any], table: RewardTable, kl: Any, sampled: dict[str, Tensor]
+    trainer: StepPort, output: dict[str, Any], table: RewardTable, kl: Any, sampled: dict[str, Tensor]
 ) -> RewardTable:
     """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here.
 
@@ -79,7 +79,7 @@ def penalised(
         old = _log_probs_at_generation(trainer, {**output, **sampled})
     of_each = kl.in_reward(old.double(), output["ref_per_token_logps"].double(), loss_mask({**output, **sampled}))
     penalty = trainer.accelerator.gather(of_each)
-    book = trainer.metric_book(trainer._mode())
+    book = trainer.recorder.book()
     book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
     column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
     column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
@@ -93,7 +93,7 @@ def penalised(
 
 
 @torch.no_grad()
-def _log_probs_at_generation(trainer: LabTrainer, output: dict[str, Any]) -> Tensor:
+def _log_probs_at_generation(trainer: StepPort, output: dict[str, Any]) -> Tensor:
     multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(multimodal):
         return log_probs_in_bins(trainer, trainer.model, output)

@@ -21,7 +21,7 @@ from grpo_lab.trainer.trl_bridge import is_multimodal
 from grpo_lab.update import live_rows
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 DEFAULT_MAX_ROUNDS = 4
 #: per-row field while a batch is being filled: 1 where all rewards of the row's group are equal
@@ -46,7 +46,7 @@ class Resampler:
     """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round) alone, so a resumed
     run draws the same ones and no state is kept."""
 
-    def __init__(self, trainer: LabTrainer, max_rounds: int | None) -> None:
+    def __init__(self, trainer: StepPort, max_rounds: int | None) -> None:
         self.trainer = trainer
         self.max_rounds = max_rounds or DEFAULT_MAX_ROUNDS
 
@@ -112,7 +112,7 @@ class Resampler:
         return {**output, **{name: value[mine] for name, value in merged.fields.items()}, "num_items_in_batch": tokens}
 
     def _record(self, rounds: int, chosen: list[tuple[int, int]], wanted: int) -> None:
-        book = self.trainer.metric_book("train")
+        book = self.trainer.recorder.book("train")
         device = self.trainer.accelerator.device
         book.add_alike("update/resample_rounds", torch.tensor([float(rounds)], device=device), 1)
         replaced = sum(which > 0 for which, _ in chosen)

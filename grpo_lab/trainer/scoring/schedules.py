@@ -14,13 +14,13 @@ import torch
 from grpo_lab.rewards.schedules import Schedule
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 class WeightSchedules:
     """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force."""
 
-    def __init__(self, trainer: LabTrainer, schedules: Mapping[str, Schedule]) -> None:
+    def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
         names = list(trainer.reward_func_names)
         for name in schedules:
             if name not in names:
@@ -48,12 +48,12 @@ class WeightSchedules:
             trainer.reward_weights[column] = weight
         fixed = trainer.reward_weights.tolist()
         logged = in_force | {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
-        book = trainer.metric_book("train" if trainer.model.training else "eval")
+        book = trainer.recorder.book("train" if trainer.model.training else "eval")
         for column, weight in logged.items():
             book.add_alike(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
 
 
-def _refuse_double(trainer: LabTrainer, column: int, name: str) -> None:
+def _refuse_double(trainer: StepPort, column: int, name: str) -> None:
     """One weight, one place that says it."""
     if hasattr(trainer.reward_funcs[column], "weight_at"):
         raise ValueError(

@@ -21,13 +21,13 @@ from grpo_lab.trainer.prompts.sampler import row_numbers
 from grpo_lab.trainer.scoring.reward_table import Scored, tokens_made, truncated_rows
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 class Scoring:
     """Stands in for the trainer's ``_calculate_rewards`` and keeps what it gave."""
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: StepPort) -> None:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
         self._seen: Scored | None = None
         self._made: list[int] | None = None
@@ -82,7 +82,7 @@ class Scoring:
 
 
 @contextlib.contextmanager
-def scored_by(trainer: LabTrainer) -> Iterator[Scoring]:
+def scored_by(trainer: StepPort) -> Iterator[Scoring]:
     """Inside the block completions are counted and rewards are scored through a ``Scoring``, which is given."""
     scoring = Scoring(trainer)
     with (
@@ -92,17 +92,17 @@ def scored_by(trainer: LabTrainer) -> Iterator[Scoring]:
         yield scoring
 
 
-def record_not_numbers(trainer: LabTrainer, counts: Tensor, rows: int) -> None:
+def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
     """NaN is None from every kind of reward, as in TRL; it is counted and said, since it is rarely meant.
 
     Args:
         counts: long ``[F]``, NaN that each reward returned over all ranks.
         rows: N.
     """
-    trainer.metric_book(trainer._mode()).add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
+    trainer.recorder.book().add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
     for name, count in zip(trainer.reward_func_names, counts.tolist(), strict=True):
         if count:
-            trainer.say(
+            trainer.recorder.say(
                 f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in TRL; "
                 "`rewards/nan_share` counts them",
                 key=f"nan: {name}",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.metrics.book import LeftOut
-from grpo_lab.trainer.metrics.tokens import record_skipped, record_tokens
 from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
@@ -31,6 +30,7 @@ from grpo_lab.trainer.step.model_conditions import (
 from grpo_lab.trainer.step.old_policy import Kept, OldPolicy, with_unmoved
 from grpo_lab.trainer.step.part_questions import answers, has_team_parts, is_local
 from grpo_lab.trainer.step.row_table import Bin, RowTable
+from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
 from grpo_lab.trainer.step.update_record import UpdateRecord, Verdict
 from grpo_lab.trainer.trl_bridge import (
     backward,
@@ -51,10 +51,10 @@ from grpo_lab.update import (
 )
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
-def verdict(trainer: LabTrainer) -> Verdict:
+def verdict(trainer: StepPort) -> Verdict:
     """Check FIELD §4's conditions on what the run really uses."""
     if trainer.lab_settings.update.is_off:
         return Verdict("update is 'off'", "update is 'off'", chosen=True)
@@ -72,7 +72,7 @@ def verdict(trainer: LabTrainer) -> Verdict:
     return Verdict(stock, all_rows)
 
 
-def _conditions(trainer: LabTrainer, vanishes: bool) -> LiveConditions:
+def _conditions(trainer: StepPort, vanishes: bool) -> LiveConditions:
     objective, args, model = trainer.algorithm.objective, trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     assert objective is not None
     return LiveConditions(
@@ -100,14 +100,14 @@ def _conditions(trainer: LabTrainer, vanishes: bool) -> LiveConditions:
 class ExactUpdate:
     """One per trainer; holds the micro-batches of the optimizer step that is being collected."""
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
         self._window: list[dict[str, Any]] = []
         self.record = UpdateRecord(trainer)
         self._begins = True  # the next micro-batch is the first of an optimizer step
         self._verdict: Verdict | None = None
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
-        self._old = OldPolicy(self)
+        self._old = OldPolicy(trainer, self.log_probs_of)
         self.saw_randomness = False
 
     def described(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class ExactUpdate:
         counted = denominators
         if isinstance(counted.tokens, float):  # rows of several generation batches: each has its own count
             counted = replace(counted, tokens=rows.fields["num_items"].unsqueeze(1))
-        record_tokens(self.trainer, self.trainer.metric_book("train"), batch, *self._slots(rows, denominators))
+        record_tokens(self.trainer, self.trainer.recorder.book("train"), batch, *self._slots(rows, denominators))
         return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
@@ -248,13 +248,13 @@ class ExactUpdate:
 
     def _slots(self, rows: Bin, denominators: Denominators) -> tuple[Tensor | None, int]:
         """Rows' micro-batches, where metrics are means of micro-batch means (TRL's definition)."""
-        if not self.trainer.metric_book("train").mean_of_means:
+        if not self.trainer.recorder.book("train").mean_of_means:
             return None, 1
         return rows.fields["micro_batch"], int(denominators.micro_batches)
 
     def _record_skipped(self, plan: Plan, table: RowTable, batch: TokenBatch, denominators: Denominators) -> None:
         """Rows left out still count in means that are 0 for them; one rank speaks for all."""
-        as_trl = self.trainer.metric_book("train").mean_of_means
+        as_trl = self.trainer.recorder.book("train").mean_of_means
         device, scored = table.offset.device, table.loss_mask.sum(1)
         skipped = torch.ones(table.offset.numel(), dtype=torch.bool)
         skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
@@ -267,7 +267,7 @@ class ExactUpdate:
 
         record_skipped(
             self.trainer,
-            self.trainer.metric_book("train"),
+            self.trainer.recorder.book("train"),
             batch,
             LeftOut(
                 tokens=per_slot(scored * skipped),
@@ -290,7 +290,7 @@ def _stock_footprint(window: list[dict[str, Any]], accelerator: Any) -> int:
     return int(accelerator.gather(torch.tensor([mine], device=accelerator.device)).max())
 
 
-def _marked(trainer: LabTrainer, batch: dict[str, Any], slot: int) -> dict[str, Any]:
+def _marked(trainer: StepPort, batch: dict[str, Any], slot: int) -> dict[str, Any]:
     """The micro-batch with two per-row fields: TRL's token denominator, and which micro-batch of the step it was."""
     rows = batch["prompt_ids"].size(0)
     count = token_denominator(trainer, batch, mode="train").float().expand(rows).contiguous()

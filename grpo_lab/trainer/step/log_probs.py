@@ -23,7 +23,7 @@ from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GenerationForwards:
     put_off: bool
 
     @staticmethod
-    def of(trainer: LabTrainer) -> GenerationForwards:
+    def of(trainer: StepPort) -> GenerationForwards:
         """Looked at anew for every generation batch."""
         misaligned, corrected = trl_bridge.wants_old_log_probs(trainer)
         wanted = misaligned or corrected
@@ -57,7 +57,7 @@ class GenerationForwards:
         put_off = in_bins and wanted and not switches and _stays_ours(trainer)
         return GenerationForwards(misaligned, corrected, in_bins, put_off)
 
-    def instead_of_trls(self, trainer: LabTrainer) -> contextlib.AbstractContextManager[list[str]]:
+    def instead_of_trls(self, trainer: StepPort) -> contextlib.AbstractContextManager[list[str]]:
         """Context for TRL's generation; gives a list that names the forward that was put off (images: none is)."""
         if not self.in_bins:
             return contextlib.nullcontext([])
@@ -80,7 +80,7 @@ class GenerationForwards:
             output[AS_GENERATED] = output[OLD].clone()
 
 
-def _stays_ours(trainer: LabTrainer) -> bool:
+def _stays_ours(trainer: StepPort) -> bool:
     """Whether nobody's subclass stands between a generation batch and its loss.
 
     One that does may read what is put off.
@@ -91,7 +91,7 @@ def _stays_ours(trainer: LabTrainer) -> bool:
 
 
 @torch.no_grad()
-def log_probs_in_bins(trainer: LabTrainer, model: Any, fields: dict[str, Any]) -> Tensor:
+def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> Tensor:
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token.
 
     Args:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.metrics.tokens import record_tokens
 from grpo_lab.trainer.step.old_policy import old_log_probs
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET
+from grpo_lab.trainer.step.token_metrics import record_tokens
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:
@@ -24,7 +24,7 @@ def loss_mask(inputs: dict[str, Any]) -> Tensor:
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
 
-def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) -> Tensor:
+def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> Tensor:
     """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
     count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     if mode == "train":
@@ -32,14 +32,14 @@ def token_denominator(trainer: LabTrainer, inputs: dict[str, Any], mode: str) ->
     return count
 
 
-def generation_budget(trainer: LabTrainer) -> float:
+def generation_budget(trainer: StepPort) -> float:
     """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``door.check_budget``)."""
     limit = trainer.max_completion_length
     return float("nan") if limit is None else float(limit)
 
 
 def token_batch(
-    trainer: LabTrainer, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
+    trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
 ) -> TokenBatch:
     """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its old
     log-probs are the forward's own."""
@@ -48,15 +48,9 @@ def token_batch(
     old = old_log_probs(logps, fields)
     advantages = fields["advantages"]
     weights = fields.get("importance_sampling_ratio")
-    if weights is None and trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        weights = sampler_correction(
-            old,
-            fields["sampling_per_token_logps"],
-            mask,
-            trainer.vllm_importance_sampling_mode,
-            trainer.vllm_importance_sampling_clip_min,
-            trainer.vllm_importance_sampling_clip_max,
-        )
+    how = trainer.correction
+    if weights is None and how is not None:
+        weights = sampler_correction(old, fields["sampling_per_token_logps"], mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
         old_logps=old,
@@ -86,13 +80,13 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
     return torch.minimum(moved.clamp(min=0), last)
 
 
-def has_our_inputs(trainer: LabTrainer, inputs: dict[str, Any]) -> bool:
+def has_our_inputs(trainer: StepPort, inputs: dict[str, Any]) -> bool:
     """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
     objective = trainer.algorithm.objective
     return objective is not None and (objective.kl_in_loss is None or "ref_per_token_logps" in inputs)
 
 
-def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
     objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
     assert objective is not None
@@ -114,7 +108,7 @@ def micro_batch_loss(trainer: LabTrainer, model: nn.Module, inputs: dict[str, An
         micro_batches=accumulation,
     )
     loss: Tensor = objective.aggregate(trainer.token_loss(batch), batch.mask, denominators)
-    book = trainer.metric_book(mode)
+    book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
         loss = loss + trainer.router_aux_loss_coef * router_loss / accumulation

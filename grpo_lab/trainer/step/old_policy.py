@@ -28,8 +28,7 @@ from torch import Tensor
 from grpo_lab.trainer import trl_bridge
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
-    from grpo_lab.trainer.step.exact_update import ExactUpdate
+    from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.row_table import RowTable
 
 OLD = "old_per_token_logps"
@@ -88,7 +87,7 @@ class Kept:
         if rows:
             self._parts.append((rows, logps.detach()))
 
-    def local(self, trainer: LabTrainer, table: RowTable, count: int) -> tuple[Tensor, Tensor]:
+    def local(self, trainer: StepPort, table: RowTable, count: int) -> tuple[Tensor, Tensor]:
         """This rank's rows ``[count, T]``, 0 where no bin held one, and bool ``[count, 1]``, where one did. A collective."""
         dtype = self._parts[0][1].dtype if self._parts and trainer.accelerator.num_processes == 1 else torch.float32
         found = torch.zeros(table.fields["completion_ids"].shape, dtype=dtype, device=table.offset.device)
@@ -105,9 +104,11 @@ class Kept:
 class OldPolicy:
     """What is left of the current generation batch after the step at hand, and its old log-probs."""
 
-    def __init__(self, update: ExactUpdate) -> None:
-        self._update = update
-        self._trainer = update.trainer
+    def __init__(
+        self, trainer: StepPort, log_probs_of: Callable[[list[dict[str, Any]]], tuple[Kept, RowTable]]
+    ) -> None:
+        self._trainer = trainer
+        self._log_probs_of = log_probs_of
 
     @property
     def _buffer(self) -> list[dict[str, Any]]:
@@ -117,19 +118,13 @@ class OldPolicy:
 
     def _ahead(self) -> list[int]:
         """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch, in order."""
-        trainer = self._trainer
-        if not trl_bridge.wants_old_log_probs(trainer)[0] or not self._buffer:
+        if not trl_bridge.wants_old_log_probs(self._trainer)[0] or not self._buffer:
             return []
-        per_pass = int(trainer.args.steps_per_generation)
-        left = -(trainer._step + 1) % (per_pass * trainer.num_iterations)
-        return [step % per_pass for step in range(trainer._step + 1, trainer._step + 1 + left)]
+        return self._trainer.phase.ahead()
 
     def _here(self, window: int) -> list[int | None]:
         """Place in the buffer of each of the step's micro-batches; None for one of an earlier generation batch."""
-        trainer = self._trainer
-        per_pass = int(trainer.args.steps_per_generation)
-        start = trainer._step - trainer._step % (per_pass * trainer.num_iterations)
-        return [s % per_pass if s >= start else None for s in range(trainer._step - window + 1, trainer._step + 1)]
+        return self._trainer.phase.here(window)
 
     def comes_again(self, window: int) -> bool:
         """Whether a micro-batch of this step is trained on again and has no old log-probs yet: then its forward is kept."""
@@ -143,11 +138,11 @@ class OldPolicy:
         """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step."""
         ahead, buffer = self._ahead(), self._buffer
         known: set[int | None] = set(self._here(window))
-        size = self._trainer.args.gradient_accumulation_steps
+        size = self._trainer.phase.accumulation
         for start in range(0, len(ahead), size):
             step = ahead[start : start + size]
             if any(p not in known and awaits(buffer[p]) for p in step):
-                found, table = self._update.log_probs_of([buffer[p] for p in step])
+                found, table = self._log_probs_of([buffer[p] for p in step])
                 self._hand_out(found, table, [p if p not in known and awaits(buffer[p]) else None for p in step], step)
             known.update(step)
 
@@ -182,7 +177,7 @@ class OldPolicy:
                 _fill(batch, trl_log_probs(trainer, batch))
 
 
-def trl_log_probs(trainer: LabTrainer, batch: dict[str, Any]) -> Tensor:
+def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
     forward: Callable[..., Any] = trainer._get_per_token_logps_and_entropies
     with trl_bridge.without_checkpointing(trainer):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 #: group entries that a schedule moves; anything else that changes is state which clearing ``state`` would not reach
 SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
@@ -36,7 +36,7 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
             state in its parameter groups (schedule-free, Prodigy).
     """
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: StepPort) -> None:
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 "`reset_optimizer` is on with DeepSpeed, whose engine keeps the optimizer's state in partitions of its "
@@ -50,7 +50,7 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         trainer = self.trainer
-        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0:
+        if trainer.phase.at_end:
             self._check(optimizer)
             empty_optimizer(optimizer)
 
@@ -69,11 +69,11 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
                 )
 
 
-def idle_pull(trainer: LabTrainer) -> str | None:
+def idle_pull(trainer: StepPort) -> str | None:
     """A sentence where mirror descent's τ cannot act: nothing has moved since the responses were made."""
     objective, args = trainer.algorithm.objective, trainer.args
     tau = getattr(objective.surrogate, "tau", 0.0) if objective is not None else 0.0
-    updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
+    updates = trainer.phase.updates
     if not tau or updates > 1:
         return None
     return (

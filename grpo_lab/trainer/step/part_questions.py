@@ -33,7 +33,7 @@ from grpo_lab.trainer.proof.part_state import StateWatch
 from grpo_lab.trainer.settings.algorithm import name_of
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 #: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
 PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
@@ -51,13 +51,13 @@ class Answers:
     vanishes: bool
 
 
-def has_team_parts(trainer: LabTrainer) -> bool:
+def has_team_parts(trainer: StepPort) -> bool:
     """Whether the loss in force has a part that is not this package's, so that its answers may change."""
     objective = trainer.algorithm.objective
     return objective is not None and bool(_team_parts(trainer, objective))
 
 
-def answers(trainer: LabTrainer, objective: Objective) -> Answers:
+def answers(trainer: StepPort, objective: Objective) -> Answers:
     """What the parts in force answer now; the same on every rank."""
     parts = _team_parts(trainer, objective)
     names = " and ".join(parts)
@@ -87,7 +87,7 @@ def is_local(objective: Objective) -> bool:
 
 
 @contextlib.contextmanager
-def left_as_it_was(trainer: LabTrainer) -> Iterator[StateWatch]:
+def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
     """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
     objective = trainer.algorithm.objective
     assert objective is not None
@@ -96,7 +96,7 @@ def left_as_it_was(trainer: LabTrainer) -> Iterator[StateWatch]:
         yield watch
 
 
-def _team_parts(trainer: LabTrainer, objective: Objective) -> list[str]:
+def _team_parts(trainer: StepPort, objective: Objective) -> list[str]:
     found = []
     if trainer.has_own_token_loss:
         found.append(f"`{type(trainer).__name__}.token_loss`")
@@ -107,7 +107,7 @@ def _team_parts(trainer: LabTrainer, objective: Objective) -> list[str]:
     return found
 
 
-def _on_every_rank(trainer: LabTrainer, mine: Answers) -> Answers:
+def _on_every_rank(trainer: StepPort, mine: Answers) -> Answers:
     """The strictest answer of all ranks: they must not part."""
     flags = torch.tensor([[mine.stock is None, mine.vanishes]], device=trainer.accelerator.device)
     free, vanishes = trainer.accelerator.gather(flags).all(0).tolist()

@@ -11,7 +11,7 @@ import torch
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.row_table import RowTable
 
 
@@ -56,7 +56,7 @@ class _Lengths:
 class UpdateRecord:
     """Metrics ``update/*`` of every optimizer step, however it is computed, and what a reader must know of it."""
 
-    def __init__(self, trainer: LabTrainer) -> None:
+    def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
         self._parts: list[_Lengths] = []
         self._said: set[str] = set()
@@ -105,7 +105,7 @@ class UpdateRecord:
         self._described = {**_described(found), **_price(computed, needed, stock)}
         what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
         times = f": {computed / needed:.1f} times as many" if needed else ", since no row carries an advantage"
-        self.trainer.say(
+        self.trainer.recorder.say(
             f"exact update: {what}: {reason}. This step computed {computed} tokens where live rows in bins have {needed}{times}",
             key=f"exact update: {reason}",
             level=logging.INFO if found.chosen else logging.WARNING,
@@ -113,7 +113,7 @@ class UpdateRecord:
 
     def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> None:
         """The same on every rank; pairs are added up over ranks, so each brings its share."""
-        book, accelerator = self.trainer.metric_book("train"), self.trainer.accelerator
+        book, accelerator = self.trainer.recorder.book("train"), self.trainer.accelerator
         mine = 1.0 / accelerator.num_processes
 
         def add(name: str, total: float, count: float) -> None:

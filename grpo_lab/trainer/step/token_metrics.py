@@ -14,12 +14,12 @@ from grpo_lab.trainer.metrics.by_length import add_by_length
 from grpo_lab.trainer.proof.loss_proof import toy_batch
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.lab_trainer import LabTrainer
+    from grpo_lab.trainer.ports import StepPort
 
 
 @torch.no_grad()
 def record_tokens(
-    trainer: LabTrainer, book: MetricBook, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1
+    trainer: StepPort, book: MetricBook, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1
 ) -> None:
     """Entropy, KL and the surrogate's diagnostics of a micro-batch or bin into the book."""
     objective = trainer.algorithm.objective
@@ -36,7 +36,7 @@ def record_tokens(
 
 
 def _record_sampler(
-    trainer: LabTrainer, book: MetricBook, batch: TokenBatch, slots: Tensor | None, num_slots: int
+    trainer: StepPort, book: MetricBook, batch: TokenBatch, slots: Tensor | None, num_slots: int
 ) -> None:
     """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation."""
     if "importance_sampling_ratio" in batch.extras:
@@ -45,7 +45,7 @@ def _record_sampler(
     weights, mask = batch.sampler_weights, batch.mask
     add_by_length(book, trainer, weights, mask, batch.extras["length_quartile"])
     if slots is not None:  # TRL measures a generation batch at a time
-        slots = slots // (trainer.args.steps_per_generation * trainer.num_iterations)
+        slots = slots // trainer.phase.every
     gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()
     scored = mask & ~gap.isnan()
     gap = gap.nan_to_num(nan=0.0)
@@ -60,7 +60,7 @@ def _record_sampler(
         add_extreme_metric(book, name, how, values, where, slots, num_slots)
 
 
-def record_skipped(trainer: LabTrainer, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
+def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
     """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
 
     ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token cannot

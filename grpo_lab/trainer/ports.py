@@ -1,0 +1,158 @@
+"""What acts on a step gets these in place of the trainer: small values, a recorder, and what it may ask for.
+
+The rooms below ``lab_trainer.py`` do not know ``LabTrainer``. They say here what they need of whoever runs the step, so that a reader
+sees what may pass between them and a test can stand in for it. The few that operate TRL's own object (``resume/``, the server's
+checkpoint, the thinking rollout) take a ``trl.GRPOTrainer`` and say so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.settings.algorithm import Algorithm
+from grpo_lab.trainer.settings.parse import LabSettings
+
+logger = logging.getLogger("grpo_lab")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where in a generation batch the run is. Counted in micro-batches, as TRL's ``_step``.
+
+    Args:
+        steps_per_generation: micro-batches that a generation batch is cut into.
+        num_iterations: passes over them.
+        accumulation: micro-batches of an optimizer step.
+        done: micro-batches up to now.
+    """
+
+    steps_per_generation: int
+    num_iterations: int
+    accumulation: int
+    done: int = 0
+
+    @staticmethod
+    def of(trainer: Any, done: int | None = None) -> Phase:
+        args = trainer.args
+        return Phase(
+            int(args.steps_per_generation),
+            int(trainer.num_iterations),
+            int(args.gradient_accumulation_steps),
+            int(trainer._step if done is None else done),
+        )
+
+    @property
+    def every(self) -> int:
+        """E: micro-batches that a generation batch serves, all passes."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def updates(self) -> float:
+        """Optimizer steps on a generation batch."""
+        return self.every / self.accumulation
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the generation batch is used up."""
+        return self.done % self.every == 0
+
+    @property
+    def start(self) -> int:
+        """Micro-batches done when the current generation batch was made."""
+        return self.done - self.done % self.every
+
+    def place(self, micro_batch: int) -> int:
+        """Place in TRL's buffer of the micro-batch with this number."""
+        return micro_batch % self.steps_per_generation
+
+    def here(self, window: int) -> list[int | None]:
+        """Places of the last ``window`` micro-batches; None for one of an earlier generation batch."""
+        return [self.place(s) if s >= self.start else None for s in range(self.done - window + 1, self.done + 1)]
+
+    def ahead(self) -> list[int]:
+        """Places of the micro-batches that later steps will take from this generation batch, in order."""
+        following = self.done + 1
+        return [self.place(s) for s in range(following, following + -following % self.every)]
+
+
+class Recorder:
+    """Metrics of training and evaluation, and what is said once.
+
+    Args:
+        mean_of_means: TRL's definition of a mean (``metrics.book``).
+        mode: ``train`` or ``eval``, as it is now.
+        speaks: whether this process may speak.
+    """
+
+    def __init__(self, mean_of_means: bool, mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
+        self.books = {name: MetricBook(mean_of_means) for name in ("train", "eval")}
+        self.mode, self._speaks = mode, speaks
+        self._said: set[str] = set()
+
+    def book(self, mode: str | None = None) -> MetricBook:
+        """The pairs of a mode; of the one that the run is in by default."""
+        return self.books[self.mode() if mode is None else mode]
+
+    def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
+        """Log ``message`` once (per ``key``), on the main process only."""
+        if (key or message) not in self._said and self._speaks():
+            self._said.add(key or message)
+            logger.log(level, message)
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """TRL's ``vllm_importance_sampling_*``: how completions of an engine that differs from the trainer are weighed."""
+
+    mode: str
+    low: float | None
+    high: float | None
+
+    @staticmethod
+    def of(trainer: Any) -> SamplerCorrection | None:
+        """The correction in force, or None without an engine (or with the correction off)."""
+        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
+            return None
+        return SamplerCorrection(
+            trainer.vllm_importance_sampling_mode,
+            trainer.vllm_importance_sampling_clip_min,
+            trainer.vllm_importance_sampling_clip_max,
+        )
+
+
+class StepPort(Protocol):
+    """What scoring, the update and their metrics may ask of the run. ``LabTrainer`` is one."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    algorithm: Algorithm
+    lab_settings: LabSettings
+    recorder: Recorder
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def correction(self) -> SamplerCorrection | None: ...
+
+    @property
+    def has_own_token_loss(self) -> bool: ...
+
+    @property
+    def has_own_loss(self) -> bool: ...
+
+    @property
+    def has_own_advantages(self) -> bool: ...
+
+    def token_loss(self, batch: TokenBatch) -> Tensor: ...
+
+
+__all__ = ["Phase", "Recorder", "SamplerCorrection", "StepPort"]

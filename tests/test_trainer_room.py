@@ -1,0 +1,78 @@
+"""The trainer room has no circle and no arrow that runs back up, imports for type checkers and inside functions included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from import_graph import circles, graph_of, imports_of_source
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAINER = "grpo_lab.trainer"
+
+#: rooms and files from the bottom up: each may import what stands before it, and its own room
+ORDER = (
+    *(
+        "trl_bridge",
+        "settings",
+        "config",
+        "named_parts",
+        "proof",
+        "metrics",
+        "ports",
+        "supervised",
+        "resume",
+        "prompts",
+    ),
+    *("step", "rollout", "scoring", "lab_trainer", "named"),
+)
+
+
+def graph() -> dict[str, set[str]]:
+    """Without the package's own ``__init__``, which names what the room offers."""
+    found = graph_of(ROOT / "grpo_lab" / "trainer", ROOT)
+    found.pop(TRAINER)
+    return {module: imports - {TRAINER} for module, imports in found.items()}
+
+
+def room(module: str) -> str:
+    return module.removeprefix(f"{TRAINER}.").split(".")[0]
+
+
+def upward(found: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{module} imports {other}"
+        for module, imports in found.items()
+        for other in imports
+        if room(other) != room(module) and ORDER.index(room(other)) > ORDER.index(room(module))
+    ]
+
+
+def test_no_circle() -> None:
+    assert circles(graph()) == []
+
+
+def test_no_arrow_up() -> None:
+    assert upward(graph()) == []
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room(module) for module in graph()} == set(ORDER)
+
+
+def test_a_planted_circle_is_seen() -> None:
+    found = graph()
+    source = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from grpo_lab.trainer.lab_trainer import LabTrainer\n"
+    )
+    planted = imports_of_source(source, f"{TRAINER}.step.row_table", False, set(found))
+    assert planted == {f"{TRAINER}.lab_trainer"}
+    found[f"{TRAINER}.step.row_table"] |= planted
+    assert len(circles(found)) == 1
+    assert f"{TRAINER}.step.row_table" in circles(found)[0]
+    assert upward(found) == [f"{TRAINER}.step.row_table imports {TRAINER}.lab_trainer"]
+
+
+def test_an_import_inside_a_function_is_seen() -> None:
+    known = {"a.b", "a.c"}
+    assert imports_of_source("def f():\n    from a import c", "a.b", False, known) == {"a.c"}
+    assert imports_of_source("from .c import x", "a.b", False, known) == {"a.c"}
