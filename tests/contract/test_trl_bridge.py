@@ -514,7 +514,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
 def test_another_trl_is_refused_with_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.0")
     with pytest.raises(ImportError, match=re.escape("tested with trl 1.16.* and found trl 1.17.0")) as caught:
-        runpy.run_path(str(ROOM / "trl_bridge.py"))
+        runpy.run_path(str(ROOM / "trl_bridge" / "release.py"))
     assert "pip install 'trl==1.16.*'" in str(caught.value)
 
 

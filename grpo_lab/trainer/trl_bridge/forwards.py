@@ -1,0 +1,151 @@
+"""Forwards in the place of TRL's: bins, positions, only what is scored."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import is_compiled_module
+from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
+
+from grpo_lab.trainer.trl_bridge.names import is_multimodal
+from grpo_lab.trainer.trl_bridge.replace import replaced
+
+
+def completion_log_probs(
+    trainer: Any,
+    model: torch.nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
+
+    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
+    left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
+    have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
+    look, so there is no attention mask and the kernels take their causal path.
+
+    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with Triton it
+    picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
+    ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
+    """
+    if input_ids.device.type != "cpu" or _is_compiled(trainer, model):
+        with trainer.accelerator.autocast():
+            output = model(input_ids=input_ids, position_ids=position_ids, labels=labels, fused_lm_head=True)
+        return output.log_probs, output.entropy
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    scored = following != -100
+    places = scored.flatten().nonzero().squeeze(1)
+    chosen = following.flatten()[places].unsqueeze(0)
+    with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
+        output = model(input_ids=input_ids, position_ids=position_ids, shift_labels=chosen, fused_lm_head=True)
+
+    def spread(values: Tensor) -> Tensor:
+        flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
+        return flat.view_as(scored)[:, :-1]
+
+    return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+def _is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
+    inner = trainer.accelerator.unwrap_model(model)
+    modules = (inner, backbone(trainer, model))
+    return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
+
+
+def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
+    inner: Any = trainer.accelerator.unwrap_model(model)
+    if hasattr(inner, "get_base_model"):  # PEFT
+        inner = inner.get_base_model()
+    found: torch.nn.Module = inner.base_model
+    return found
+
+
+@contextlib.contextmanager
+def _states_at(layers: torch.nn.Module, places: Tensor) -> Iterator[None]:
+    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B × L]``."""
+
+    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return output
+
+    hook = layers.register_forward_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def forwards_replaced(
+    trainer: Any, forward: Callable[[Any, Tensor, Tensor, int], Tensor], without_policy: bool = False
+) -> Iterator[list[str]]:
+    """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
+
+    Args:
+        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows the
+            rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where needed.
+
+    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an adapter context,
+    which is how they are told apart: TRL asks for the policy once, and before the reference. Multimodal forwards stay TRL's.
+
+    Yields a list that holds ``"policy"`` once its forward was left out.
+    """
+    original = trainer._get_per_token_logps_and_entropies
+    left_out: list[str] = []
+
+    @functools.wraps(original)
+    def answered(
+        model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args or kwargs.get("compute_entropy") or kwargs.get("compute_aux_loss") or is_multimodal(kwargs):
+            return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if without_policy and model is trainer.model and not left_out:
+            left_out.append("policy")
+            return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
+        return forward(model, input_ids, attention_mask, logits_to_keep), None, None
+
+    with replaced(trainer, "_get_per_token_logps_and_entropies", answered):
+        yield left_out
+
+
+@contextlib.contextmanager
+def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]`` (None: as is)."""
+    if position_ids is None:
+        yield
+        return
+
+    def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "position_ids": position_ids}
+
+    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
+    manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
+    return manager
+
+
+def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
+    """``(misaligned, corrected)``: why TRL would run the policy once more at generation.
+
+    ``misaligned``: completions outlive an optimizer step, so log-probs at generation differ from those in training.
+    ``corrected``: the sampler correction wants them.
+    """
+    generate_every = trainer.args.steps_per_generation * trainer.num_iterations
+    misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
+    return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)

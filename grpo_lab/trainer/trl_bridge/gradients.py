@@ -1,0 +1,73 @@
+"""Backwards and models as HF's loop, accelerate and DeepSpeed want them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.trainer.trl_bridge.replace import replaced
+
+
+def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
+
+    DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary).
+    """
+    stack = contextlib.ExitStack()
+    state = trainer.accelerator.gradient_state
+    stack.callback(state._set_sync_gradients, state.sync_gradients)
+    state._set_sync_gradients(False)
+    if trainer.accelerator.distributed_type != "DEEPSPEED":
+        stack.enter_context(trainer.accelerator.no_sync(model=model))
+    return stack
+
+
+def backward(trainer: Any, loss: Tensor) -> None:
+    """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and DeepSpeed
+    would divide it by ``gradient_accumulation_steps`` once more."""
+    deepspeed = trainer.accelerator.distributed_type == "DEEPSPEED"
+    trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+
+
+@contextlib.contextmanager
+def reference_model_in_full() -> Iterator[None]:
+    """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
+
+    With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves zeros on the
+    others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself and does not, so that
+    with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
+    """
+    from trl.trainer import grpo_trainer
+
+    original = grpo_trainer.prepare_fsdp
+
+    @functools.wraps(original)
+    def in_full(model: Any, accelerator: Any) -> Any:
+        if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                whole = tensor.detach().to(accelerator.device)
+                torch.distributed.broadcast(whole, src=0)
+                tensor.data.copy_(whole)
+        return original(model, accelerator)
+
+    with replaced(grpo_trainer, "prepare_fsdp", in_full):
+        yield
+
+
+@contextlib.contextmanager
+def plain_cpu(args: Any) -> Iterator[None]:
+    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0".
+
+    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no "cpu:0" there.
+    """
+    if args.device.type != "cpu":
+        yield
+        return
+    with replaced(args, "_setup_devices", torch.device("cpu")):
+        yield
