@@ -17,7 +17,7 @@ from trl.trainer import grpo_trainer
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.metrics.book import MetricBook, reward_metrics, unrecorded
+from grpo_lab.trainer.metrics.book import MetricBook, unrecorded
 from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
@@ -32,15 +32,14 @@ from grpo_lab.trainer.rollout.engine import SyncProof, engine_class
 from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts, refuse_long
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
 from grpo_lab.trainer.rollout.thinking import thinking_rollout
+from grpo_lab.trainer.scoring.advantages import checked_advantages, record_scores
 from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
 from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
 from grpo_lab.trainer.scoring.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
 from grpo_lab.trainer.scoring.reward_table import (
-    Scored,
     as_trl_calls_it,
     check_finite,
     correctness,
-    dead_groups,
     fill_group_rewards,
     gathered_rows,
     nan_counts,
@@ -69,8 +68,6 @@ from grpo_lab.trainer.step.model_conditions import takes_positions
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
 
 logger = logging.getLogger("grpo_lab")
-
-TRUNCATION_WARNING = 0.20
 
 
 class LabTrainer(GRPOTrainer):
@@ -294,7 +291,9 @@ class LabTrainer(GRPOTrainer):
             output[DEAD_GROUP] = dead_rows(scored.table).to(output["prompt_ids"].device)[self._local(output)]
         self._set_advantages(output, scored.table, sampled)
         forwards.mark(output)
-        self._record_rewards(scored, mode)
+        record_scores(self, scored)
+        if mode == "train":
+            self._sampling.record(scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book(mode))
         return output
 
     def _set_advantages(self, output: dict[str, Any], table: RewardTable, sampled: dict[str, Tensor]) -> None:
@@ -303,29 +302,9 @@ class LabTrainer(GRPOTrainer):
             return  # TRL's own stay
         if kl is not None:
             table = penalised(self, output, table, kl, sampled)
-        advantages = self.compute_advantages(table)
-        if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
-            raise ValueError(
-                f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) "
-                f"for {table.values.size(0)} rewards; it must return one finite number per row (`advantage`)"
-            )
+        advantages = checked_advantages(self.compute_advantages(table), table)
         output["advantages"] = advantages[self._local(output)].to(output["advantages"])
         trl_bridge.replace_logged_advantages(self, advantages)
-
-    def _record_rewards(self, scored: Scored, mode: str) -> None:
-        book, table = self.recorder.book(mode), scored.table
-        correct = correctness(table, self.reward_funcs)
-        reward_metrics(book, dead_groups(table.total, table.group_size), scored.lengths, scored.truncated, correct)
-        if mode == "train":
-            self._sampling.record(scored.rows, correct, book)
-        share = scored.truncated.float().mean().item()
-        if mode == "train" and share > TRUNCATION_WARNING:
-            self.say(
-                f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(self.args)} tokens "
-                "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
-                key="truncated",
-                level=logging.WARNING,
-            )
 
     def _local(self, output: dict[str, Any]) -> slice:
         """This rank's rows of what was gathered."""
