@@ -180,7 +180,10 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
             )
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
-    if args.loss_type != trl_loss_type(chosen):  # else it was written by ``agree_with_trl``
+    derived = args.loss_type == trl_loss_type(chosen) or args.loss_type.startswith(
+        f"{NOT_TRLS}{chosen.name or 'grpo'}+"
+    )
+    if not derived:  # else it was written by ``agree_with_trl``; a saved record may hold a part by another name
         _same(args, "loss_type", loss_type, "objective", chosen.name)
     _same(args, "importance_sampling_level", chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio)
     rule = settings.advantage.name if settings.advantage and settings.advantage.name else chosen.advantage
