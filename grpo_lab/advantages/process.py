@@ -36,7 +36,7 @@ class StepTable:
                 f"a step has one row, one end and one score; got {tuple(self.row.shape)}, {tuple(self.end.shape)}, "
                 f"{tuple(self.score.shape)}"
             )
-        if self.row.numel() and not (0 <= int(self.row.min()) and int(self.row.max()) < self.rows):
+        if self.row.numel() and not (int(self.row.min()) >= 0 and int(self.row.max()) < self.rows):
             raise ValueError(f"a step names row {int(self.row.max())} (or {int(self.row.min())}) of {self.rows}")
         if (self.row.diff() < 0).any() or ((self.row.diff() == 0) & (self.end.diff() <= 0)).any():
             raise ValueError("steps must come in the order of rows, and their ends ascending within a row")
@@ -89,9 +89,7 @@ class Process:
         ragged = table.score.new_full((groups, max(width, 1)), float("nan"))
         ragged[group, place] = table.score
         standard = (ragged - group_average(ragged)) / (sample_std(ragged, dim=1, keepdim=True) + self.epsilon)
-        return StepTable(
-            table.row, table.end, standard[group, place].nan_to_num(nan=0.0), table.rows, table.group_size
-        )
+        return StepTable(table.row, table.end, standard[group, place].nan_to_num(nan=0.0), table.rows, table.group_size)
 
 
 def spread(steps: StepTable, width: int) -> Tensor:
@@ -100,7 +98,7 @@ def spread(steps: StepTable, width: int) -> Tensor:
     Raises:
         ValueError: a step ends beyond the width.
     """
-    if steps.end.numel() and not (0 <= int(steps.end.min()) and int(steps.end.max()) < width):
+    if steps.end.numel() and not (int(steps.end.min()) >= 0 and int(steps.end.max()) < width):
         raise ValueError(
             f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of at most "
             f"{width} tokens; `end_token` counts from 0 within the completion"
