@@ -9,6 +9,7 @@ would pay for confusing it. Nothing is ever handed to ``eval``; size and depth a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def _chains(text: str) -> Iterator[list[str]]:
 def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]:
     found: list[Equation] = []
     name: str | None = None
-    for place, (before, after) in enumerate(zip(sides, sides[1:])):
+    for place, (before, after) in enumerate(itertools.pairwise(sides)):
         left, right = _piece(before, at_its_end=True), _piece(after, at_its_end=False)
         starts = place == 0 or any(kind == "word" for *_, kind in _tokens(before))
         if starts:
