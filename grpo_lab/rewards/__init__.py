@@ -16,24 +16,34 @@ _HOMES = {
     "LanguageConsistencyReward": "language",
     "GroupReward": "protocol",
     "group_reward": "protocol",
+    "EquationSteps": "equation_steps",
+    "StepReward": "steps",
+    "step_reward": "steps",
+    "steps_as_outcome": "steps",
 }
 
 __all__ = [
     "AccuracyReward",
+    "EquationSteps",
     "GroupReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
+    "StepReward",
     "ThinkFormatReward",
     "group_reward",
     "kimi_length_reward",
+    "step_reward",
+    "steps_as_outcome",
 ]
 
 if TYPE_CHECKING:
     from grpo_lab.rewards.accuracy import AccuracyReward
+    from grpo_lab.rewards.equation_steps import EquationSteps
     from grpo_lab.rewards.format import ThinkFormatReward
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward, group_reward
+    from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,111 @@
+"""Process supervision: every step of a completion has a score, every token gets what lies ahead of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages.groups import check_epsilon, group_average, sample_std
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of completions and of tokens.
+
+    Args:
+        row: long ``[S]``, the completion that a step belongs to, ascending.
+        end: long ``[S]``, index of the step's last token within the completion (0 = first), ascending within a row.
+        score: float64 ``[S]``; NaN where the step could not be scored.
+        rows: N. A completion may have no step at all.
+        group_size: G; groups are contiguous, ``N % G == 0``.
+    """
+
+    row: Tensor
+    end: Tensor
+    score: Tensor
+    rows: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.rows % self.group_size:
+            raise ValueError(f"{self.rows} rows are not whole groups of num_generations={self.group_size}")
+        if not self.row.shape == self.end.shape == self.score.shape or self.row.dim() != 1:
+            raise ValueError(
+                f"a step has one row, one end and one score; got {tuple(self.row.shape)}, {tuple(self.end.shape)}, "
+                f"{tuple(self.score.shape)}"
+            )
+        if self.row.numel() and not (int(self.row.min()) >= 0 and int(self.row.max()) < self.rows):
+            raise ValueError(f"a step names row {int(self.row.max())} (or {int(self.row.min())}) of {self.rows}")
+        if (self.row.diff() < 0).any() or ((self.row.diff() == 0) & (self.end.diff() <= 0)).any():
+            raise ValueError("steps must come in the order of rows, and their ends ascending within a row")
+        if self.score.isinf().any():
+            raise ValueError("a step score is infinite; a step reward gives finite numbers, or None for unscorable")
+
+    @staticmethod
+    def of(steps: list[list[tuple[int, float | None]]], group_size: int) -> StepTable:
+        """From ``[[(end_token, score), …], …]``, one list a completion (empty: no step was scored)."""
+        flat = [(row, end, score) for row, ends in enumerate(steps) for end, score in ends]
+        return StepTable(
+            row=torch.tensor([row for row, _, _ in flat], dtype=torch.long),
+            end=torch.tensor([end for _, end, _ in flat], dtype=torch.long),
+            score=torch.tensor([float("nan") if s is None else s for _, _, s in flat], dtype=torch.float64),
+            rows=len(steps),
+            group_size=group_size,
+        )
+
+    def local(self, rows: slice) -> StepTable:
+        """The steps of some neighbouring rows (a rank's own), rows counted from the first of them; groups of one."""
+        mine = (self.row >= rows.start) & (self.row < rows.stop)
+        return StepTable(self.row[mine] - rows.start, self.end[mine], self.score[mine], rows.stop - rows.start, 1)
+
+
+@dataclass(frozen=True)
+class Process:
+    """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
+
+    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε is not given there; it is that of
+    ``group_zscore``, and so is the standard deviation (n − 1), so that with one step a completion, ending at its last token,
+    this is outcome GRPO to the last bit.
+
+    Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of this rank's rows
+    only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one and steps that could not be
+    scored get nothing; a group whose steps all score alike is dead.
+    """
+
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_epsilon(self.epsilon)
+
+    def normalised(self, table: StepTable) -> StepTable:
+        """The table with r̃ in place of the scores; 0 where a step was unscorable."""
+        group = table.row // table.group_size
+        groups = table.rows // table.group_size
+        first = torch.searchsorted(group, torch.arange(groups, device=group.device))
+        place = torch.arange(group.numel(), device=group.device) - first[group]
+        width = int(torch.bincount(group, minlength=1).max()) if group.numel() else 1
+        ragged = table.score.new_full((groups, max(width, 1)), float("nan"))
+        ragged[group, place] = table.score
+        standard = (ragged - group_average(ragged)) / (sample_std(ragged, dim=1, keepdim=True) + self.epsilon)
+        return StepTable(table.row, table.end, standard[group, place].nan_to_num(nan=0.0), table.rows, table.group_size)
+
+
+def spread(steps: StepTable, width: int) -> Tensor:
+    """Reward-to-go on the tokens: ``[B, T]`` with Σ of the scores of the row's steps that end at t or later (T = ``width``).
+
+    Raises:
+        ValueError: a step ends beyond the width.
+    """
+    if steps.end.numel() and not (int(steps.end.min()) >= 0 and int(steps.end.max()) < width):
+        raise ValueError(
+            f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of at most "
+            f"{width} tokens; `end_token` counts from 0 within the completion"
+        )
+    at_ends = steps.score.new_zeros(steps.rows, width)
+    at_ends[steps.row, steps.end] = steps.score
+    return at_ends.flip(1).cumsum(1).flip(1)
+
+
+__all__ = ["Process", "StepTable", "spread"]

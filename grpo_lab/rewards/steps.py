@@ -1,0 +1,222 @@
+"""Rewards per step: where the steps of a completion end, in tokens, and what each of them is worth.
+
+A step reward is called like any other reward and answers with a list per completion::
+
+    @step_reward
+    def each_line_short(prompts, completions, completion_ids, **columns):
+        return [[(end, float(end < 200)) for end in …] for ids in completion_ids]
+
+``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite number, or
+``None`` where the step cannot be scored. An empty list: no step of the completion was scored. ``advantage: process`` makes
+advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
+
+In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from grpo_lab.rewards.completion import completion_text
+
+StepScores = list[tuple[int, float | None]]
+Splitter = Callable[[str], Sequence[int]]
+"""``text -> ends``: for each step the index behind its last character, ascending."""
+
+
+class StepReward(ABC):
+    """A reward of scope ``step``: implement ``score_steps``, which sees what any TRL reward sees."""
+
+    scope: ClassVar[str] = "step"
+    #: set by ``LabTrainer`` where the reward leaves it ``None``; what token ends are counted with
+    tokenizer: Any = None
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self, "__name__", type(self).__name__))
+
+    @abstractmethod
+    def score_steps(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> Sequence[Sequence[tuple[int, float | None]]]:
+        """``[[(end_token, score), …], …]``, one list a completion."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[StepScores]:
+        """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
+        scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
+        return checked_steps(scored, completion_ids, self.name)
+
+
+class _FunctionStepReward(StepReward):
+    def __init__(self, score: Callable[..., Any]) -> None:
+        self._score = score
+        self.__name__ = score.__name__
+        self.__qualname__ = score.__qualname__
+        self.__module__ = score.__module__
+        self.__doc__ = score.__doc__
+
+    def score_steps(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> Any:
+        return self._score(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # as functions are: by address, which holds this object after the decorator
+
+
+def step_reward(score: Callable[..., Any]) -> StepReward:
+    """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step reward."""
+    if not callable(score):
+        raise ValueError(f"@step_reward stands above a function, got {score!r}")
+    return _FunctionStepReward(score)
+
+
+def checked_steps(scored: Any, completion_ids: Sequence[Sequence[int]], name: str) -> list[StepScores]:
+    """One list a completion, ends within it and ascending, scores finite or ``None``."""
+    rows = [list(row) for row in scored]
+    if len(rows) != len(completion_ids):
+        raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {len(completion_ids)} completions")
+    found: list[StepScores] = []
+    for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
+        steps: StepScores = []
+        for end, score in row:
+            last = steps[-1][0] if steps else -1
+            if not (isinstance(end, int) and last < end < len(ids)):
+                raise ValueError(
+                    f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
+                    f"ascend within the completion's {len(ids)} tokens (0 = first), and the one before is {last}"
+                )
+            value = None if score is None else float(score)
+            if value is not None and math.isnan(value):
+                value = None
+            if value is not None and math.isinf(value):
+                raise ValueError(
+                    f"step reward {name!r} gave {value} to a step of completion {place}; allowed are finite numbers, or None"
+                )
+            steps.append((end, value))
+        found.append(steps)
+    return found
+
+
+def by_line(text: str) -> list[int]:
+    """Ends of the lines that hold more than white space, without the space at their ends."""
+    ends, start = [], 0
+    for line in text.split("\n"):
+        if line.strip():
+            ends.append(start + len(line.rstrip()))
+        start += len(line) + 1
+    return ends
+
+
+def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any) -> list[int]:
+    """For each end in characters the index of the token that holds the character before it; the last step ends with the completion.
+
+    Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever its
+    offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly ascending.
+    """
+    if not character_ends or not ids:
+        return []
+
+    def characters(count: int) -> int:
+        return len(tokenizer.decode(list(ids[:count]), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    found: list[int] = []
+    low = 1
+    for wanted in character_ends[:-1]:
+        high = len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if characters(middle) >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        found.append(low - 1)
+    return [*found, len(ids) - 1]
+
+
+def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
+    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is none."""
+
+    def outcome(
+        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float | None]:
+        return [mean_score(steps) for steps in reward(prompts, completions, completion_ids=completion_ids, **columns)]
+
+    outcome.__name__ = reward.name
+    return outcome
+
+
+def mean_score(steps: StepScores) -> float | None:
+    scores = [score for _, score in steps if score is not None]
+    return sum(scores) / len(scores) if scores else None
+
+
+class SplitStepReward(StepReward):
+    """Splits texts into steps and scores these: implement ``score_texts``.
+
+    Args:
+        split: ``text -> ends`` in characters; by default every line that is not blank is a step.
+        tokenizer: ``None``: the trainer's.
+    """
+
+    def __init__(self, split: Splitter = by_line, tokenizer: Any = None) -> None:
+        self.split, self.tokenizer = split, tokenizer
+
+    @abstractmethod
+    def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
+        """One score a step; ``None`` = not scored."""
+
+    def score_steps(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[StepScores]:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); LabTrainer does so"
+            )
+        return [
+            self._of_one(prompt, completion_text(completion), ids)
+            for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True)
+        ]
+
+    def _of_one(self, prompt: Any, text: str, ids: Sequence[int]) -> StepScores:
+        cuts = list(self.split(text))
+        scores = self.score_texts(prompt, [text[a:b] for a, b in zip([0, *cuts], cuts)])
+        merged: dict[int, float | None] = {}
+        for end, score in zip(token_ends(ids, cuts, self.tokenizer), scores, strict=bool(ids)):
+            before = merged.get(end)
+            merged[end] = score if before is None else before if score is None else min(before, score)
+        return [(end, score) for end, score in merged.items() if score is not None]
+
+
+__all__ = [
+    "SplitStepReward",
+    "StepReward",
+    "StepScores",
+    "by_line",
+    "checked_steps",
+    "mean_score",
+    "step_reward",
+    "steps_as_outcome",
+    "token_ends",
+]
