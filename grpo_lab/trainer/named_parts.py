@@ -65,7 +65,7 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
     if named != declared:
         raise ValueError(
             f"`{cls.__name__}` declares {name}={declared!r}, but the configuration says {name}={configured!r}: use "
-            f"StepPort, or leave `{name}` out of the configuration"
+            f"LabTrainer, or leave `{name}` out of the configuration"
         )
     return {**configured, "name": declared} if isinstance(configured, dict) else configured
 
