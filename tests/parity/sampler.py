@@ -33,6 +33,8 @@ class NoisySampler:
 class NoEngine:
     """Stands where TRL keeps its vLLM engine; a ``rollout_func`` makes the completions, so only the sync is called."""
 
+    context = 1 << 30  # tokens: no limit
+
     def sync_weights(self) -> None:
         pass
 
