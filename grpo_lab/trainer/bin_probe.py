@@ -122,7 +122,10 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
     tokens = iter(ordinary[(7 * i) % len(ordinary)] for i in range(sum(PROMPTS) + sum(COMPLETIONS)))
 
     def padded(lengths: tuple[int, int], left: bool) -> tuple[Tensor, Tensor]:
-        ids, mask = torch.full((2, max(lengths)), tokenizer.pad_token_id), torch.zeros(2, max(lengths), dtype=torch.long)
+        ids, mask = (
+            torch.full((2, max(lengths)), tokenizer.pad_token_id),
+            torch.zeros(2, max(lengths), dtype=torch.long),
+        )
         for row, length in enumerate(lengths):
             place = slice(max(lengths) - length, None) if left else slice(length)
             ids[row, place] = torch.tensor([next(tokens) for _ in range(length)])

@@ -81,7 +81,11 @@ def built(name: str) -> Any:
 def trainer(name: str, folder: Path, **changes: Any) -> LabTrainer:
     args = LabConfig(**arguments(folder, router_aux_loss_coef=0.0, **changes), objective="dr_grpo")
     return LabTrainer(
-        model=built(name), reward_funcs=mixed_reward(), args=args, train_dataset=problems(), processing_class=tiny_tokenizer()
+        model=built(name),
+        reward_funcs=mixed_reward(),
+        args=args,
+        train_dataset=problems(),
+        processing_class=tiny_tokenizer(),
     )
 
 
