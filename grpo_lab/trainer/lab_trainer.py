@@ -35,10 +35,10 @@ from grpo_lab.trainer.kl_penalty import check_kl_in_reward, mask_cut, penalised,
 from grpo_lab.trainer.log_probs import GenerationForwards
 from grpo_lab.trainer.loss_proof import prove_loss
 from grpo_lab.trainer.metrics import MetricBook, reward_metrics, unrecorded
-from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
+from grpo_lab.trainer.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
 from grpo_lab.trainer.model_card import in_our_words
-from grpo_lab.trainer.model_conditions import takes_positions
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.old_policy import rows_in_place
 from grpo_lab.trainer.optimizer_reset import OptimizerReset, idle_pull
 from grpo_lab.trainer.prompt_fit import check_training_prompts, refuse_long
 from grpo_lab.trainer.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
@@ -344,8 +344,7 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        places = positions_at_generation(inputs) if takes_positions(self.accelerator.unwrap_model(model)) else None
-        with trl_bridge.positions_given(self, model, places):
+        with rows_in_place(self, model, inputs):
             if has_our_inputs(self, inputs):
                 return micro_batch_loss(self, model, inputs)
             stock: Tensor = super()._compute_loss(model, inputs)
