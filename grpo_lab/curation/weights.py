@@ -82,6 +82,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     """tensor name -> file name."""
     from safetensors import safe_open
 
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder here; merging reads saved checkpoints, so load a model of the hub down first"
+        )
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text())
         files = {str(name): str(file) for name, file in index["weight_map"].items()}

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def _checked(recipe: Recipe) -> str:
     parts.check_golds(rows, rewards) if rows is not None else None
     if rows is None or (recipe.eval_dataset is not None and eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
+    check_columns(recipe, rows, rewards)
     model = _stand_in(recipe)
     if model.tokenizer is None and not recipe.model.tiny and (recipe.tools or recipe.environment_factory):
         return "rewards, parts, rows and settings; not the trainer: tools need the model's chat template, not here"

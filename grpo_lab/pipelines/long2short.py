@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_lab.curation import Sampled, average_weights, pass_rates, preference_pairs, sampled, shortest_correct
+from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
@@ -58,6 +59,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     began = time.perf_counter()
     if recipe.method != "merge":
         check_training(recipe.method, dict(recipe.training))
+    else:
+        check_mergeable(str(recipe.model.path), str(recipe.short_model))
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
     parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before

@@ -209,7 +209,7 @@ def data_section(written: Any, where: str) -> DataSection:
         if not isinstance(rest["steps"], list | tuple):
             raise ValueError(f"`{where}.steps` is {rest['steps']!r}; it must be two numbers, [fewest, most]")
         rest["steps"] = tuple(rest["steps"])
-    limit = written.get("limit")
+    limit = whole(written.get("limit"))
     if limit is not None:
         require_whole(f"{where}.limit", limit, 1)
     return DataSection(str(written["loader"]), str(written.get("template", "chat")), limit, rest)
@@ -257,7 +257,8 @@ def evaluation_section(written: Mapping[str, Any]) -> EvaluationSection:
     _require_mapping(written, "evaluation")
     if "data" not in written:
         raise ValueError("`evaluation` has no `data`; it needs held-out rows")
-    changed = {**written, "data": data_section(written["data"], "evaluation.data")}
+    numbers = {name: whole(written[name]) for name in ("max_new_tokens", "batch_size", "n_samples") if name in written}
+    changed = {**written, **numbers, "data": data_section(written["data"], "evaluation.data")}
     if "reward" in written:
         changed["reward"] = reward_section(written["reward"])
     section: EvaluationSection = section_of(EvaluationSection, changed, "evaluation")
@@ -274,6 +275,11 @@ def section_of(kind: Any, written: Any, where: str) -> Any:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"`{where}` has no setting {key!r}{hint}; allowed: {allowed}")
     return kind(**written)
+
+
+def whole(value: Any) -> Any:
+    """``1e3`` as the whole number that it is; anything else as it was."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def require_whole(name: str, value: Any, least: int) -> None:

@@ -195,10 +195,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
     state = PartialState()
     newest, passed = newest_whole(folder)
     state.wait_for_everyone()  # all have looked before one tidies up
-    if newest is not None and 0 < max_steps < step_of(newest):
-        raise ValueError(
-            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
-        )
+    check_length(folder, newest, max_steps)
     if state.is_main_process:
         for why in passed:
             console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
@@ -209,6 +206,14 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
         cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
     return newest
+
+
+def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
+    """ValueError where the checkpoint ``newest`` of the run in ``folder`` is beyond ``max_steps`` (≤ 0: epochs say it)."""
+    if newest is not None and 0 < max_steps < step_of(newest):
+        raise ValueError(
+            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
+        )
 
 
 def cut_metrics(file: Path, step: int) -> None:

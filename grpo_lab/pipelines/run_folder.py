@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from grpo_lab.evaluation.files import write_json, write_text
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, differences, newest_whole
+from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences, newest_whole
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +46,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     """
     folder = recipe.output_dir
     marker = folder / "run.json"
-    changed: list[Difference] = []
-    if overwrite and resume:
-        raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    if marker.is_file() and not overwrite:
-        changed = _changed(recipe, read_marker(marker), resume)
-    elif folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
-        )
+    changed = refuse_folder(recipe, overwrite, resume)
     folder.mkdir(parents=True, exist_ok=True)
     if not resume:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -70,6 +62,27 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder
+
+
+def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Difference]:
+    """What differs from the run in the output folder, where that may differ; nothing is written.
+
+    Raises:
+        ValueError: as ``claim``, and where the run to resume is beyond ``max_steps`` already.
+    """
+    folder = recipe.output_dir
+    marker = folder / "run.json"
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume contradict each other; give one of them")
+    if marker.is_file() and not overwrite:
+        changed = _changed(recipe, read_marker(marker), resume)
+        check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
+        return changed
+    if folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
+        raise ValueError(
+            f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
+        )
+    return []
 
 
 def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:

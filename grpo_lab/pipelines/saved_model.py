@@ -134,12 +134,13 @@ def evaluate_saved_model(
 def about(model: str, section: EvaluationSection) -> dict[str, Any]:
     """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
     arguments = every_argument(section.data)
-    judge = {"name": section.reward.name, **section.reward.arguments}
+    mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
+    judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     return {
         "model": model,
         "data": {"loader": section.data.loader, **arguments},
         "template": section.data.template,
         "limit": section.data.limit,
-        "mode": section.reward.arguments.get("mode"),
+        "mode": mode,
         "judge": judge,
     }

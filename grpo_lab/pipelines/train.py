@@ -14,8 +14,9 @@ from rich.console import Console
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.interruption import Interrupted, Termination
-from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.recipe import Recipe, RewardSection
 from grpo_lab.pipelines.resume import (
     AtTheEnd,
     StopAtTheEnd,
@@ -24,7 +25,15 @@ from grpo_lab.pipelines.resume import (
     newest_whole,
     step_of,
 )
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, versions, write_run
+from grpo_lab.pipelines.run_folder import (
+    MetricsFile,
+    claim,
+    fingerprint,
+    read_marker,
+    refuse_folder,
+    versions,
+    write_run,
+)
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
@@ -49,12 +58,16 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     """
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
+    check_trackers(config.report_to)
     with Termination(recipe.output_dir, config.enable_jit_checkpoint) as termination:
         return _stages(recipe, config, overwrite, resume, termination)
 
 
 def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination) -> Outcome:
     state = PartialState()
+    if state.is_main_process:
+        refuse_folder(recipe, overwrite, resume)
+    materials = Materials.of(recipe)  # a mistake in them leaves the folder as it was
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
@@ -63,7 +76,6 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     if resume and record.get("finished"):
         return _as_it_is(folder)
     seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
-    materials = Materials.of(recipe)
     trained = bool(resume and record.get("trained"))
     checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
     start = _start_model(recipe, folder, config, resume, seconds)
@@ -101,6 +113,7 @@ class Materials:
         of_trainer = parts.trainer_parts(recipe)
         rows = parts.load_rows(recipe.data)
         parts.check_golds(rows, rewards)
+        check_columns(recipe, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
         parts.check_evaluation(recipe.evaluation)
         return cls(rows, eval_rows, rewards, of_trainer)
@@ -247,7 +260,7 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "data": f"{recipe.data.loader} ({len(rows)} rows)",
         "template": recipe.data.template,
         "objective": trainer.algorithm.names,
-        "rewards": [asdict(reward) for reward in recipe.rewards],
+        "rewards": [asdict(reward) for reward in recipe.rewards] + _added(recipe, trainer),
         "seed": trainer.args.seed,
         "settings": dict(recipe.arguments),
         "exact_update": trainer.exact_update.described(),
@@ -255,6 +268,13 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "versions": versions(),
         "seconds": seconds,
     }
+
+
+def _added(recipe: Recipe, trainer: Any) -> list[dict[str, Any]]:
+    """Rewards in force beside the recipe's: those that a named trainer declares, or an environment owns."""
+    names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
+    found = list(zip(names, weights, strict=True))[len(recipe.rewards) :]
+    return [asdict(RewardSection(name, weight)) for name, weight in found]
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:

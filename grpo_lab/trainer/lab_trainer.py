@@ -63,8 +63,8 @@ from grpo_lab.trainer.settings.sampling import check_sampling_correction
 from grpo_lab.trainer.settings.schedules import reward_schedules
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import GenerationForwards
-from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss, positions_at_generation
-from grpo_lab.trainer.step.model_conditions import takes_positions
+from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.step.old_policy import rows_in_place
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
 
 logger = logging.getLogger("grpo_lab")
@@ -331,8 +331,7 @@ class LabTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
-        places = positions_at_generation(inputs) if takes_positions(self.accelerator.unwrap_model(model)) else None
-        with trl_bridge.positions_given(self, model, places):
+        with rows_in_place(self, model, inputs):
             if has_our_inputs(self, inputs):
                 return micro_batch_loss(self, model, inputs)
             stock: Tensor = super()._compute_loss(model, inputs)

@@ -17,7 +17,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.step import exact_update
+from grpo_lab.trainer.step import exact_update, micro_batch
 from parity.harness import Run, arguments, movement_difference, train
 
 #: preset → TRL's settings that say the same
@@ -55,6 +55,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         record(trainer, book, batch, *rest)
 
     monkeypatch.setattr(exact_update, "record_tokens", spy)
+    monkeypatch.setattr(micro_batch, "record_tokens", spy)
     return seen
 
 
@@ -66,6 +67,19 @@ def test_a_policy_that_does_not_move_has_ratio_one(
     seen = spied(monkeypatch)
     train(LabTrainer, config(LabConfig, tmp_path, "gspo", learning_rate=0.0, **NARROW, **LIVES[lives]), tiny_folder)
     assert len(seen) >= 4
+    assert max(seen) == 0.0
+
+
+@pytest.mark.parametrize("lives", LIVES)
+def test_a_resampled_batch_in_trls_own_batches_likewise(
+    lives: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several rounds stand in other widths than those in which TRL made their log-probs."""
+    seen = spied(monkeypatch)
+    changes = {"learning_rate": 0.0, "update": {"dead_groups": "resample"}, **LIVES[lives]}
+    run = train(LabTrainer, config(LabConfig, tmp_path, "bnpo", **changes), tiny_folder)
+    assert sum(row.get("update/resampled_share", 0.0) for row in run.history) > 0
+    assert len(seen) == 12
     assert max(seen) == 0.0
 
 

@@ -141,6 +141,15 @@ def test_mistakes_are_named(tmp_path: Path, method: str, changes: dict[str, Any]
         recipe(tmp_path, tmp_path, method, **changes)
 
 
+def test_models_that_cannot_be_merged_are_said_before_the_first_evaluation(tmp_path: Path) -> None:
+    """A hub name "holds neither model.safetensors nor …", after a whole evaluation."""
+    given = {"short_model": str(tmp_path / "short"), "data": None, "training": None}
+    written = recipe(tmp_path, tmp_path, "merge", **{**given, "model": {"path": "Qwen/Qwen2.5-1.5B-Instruct"}})
+    with pytest.raises(ValueError, match=r"Qwen/Qwen2.5-1.5B-Instruct is no folder here"):
+        long2short(written)
+    assert not written.output_dir.exists()
+
+
 @pytest.mark.slow
 def test_a_misspelt_training_setting_and_no_rows_are_named(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`training` has no setting 'learning_rat'; did you mean 'learning_rate'"):

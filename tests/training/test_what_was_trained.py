@@ -44,6 +44,19 @@ def trainer(kind: Any, folder: Path, tiny: Path, **settings: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("loss", ["dapo", "sapo"])
+def test_trls_advantages_are_named(loss: str, tmp_path: Path) -> None:
+    """Advantages of `normalize_then_sum` were called `trl:group`, those beside a loss of TRL's only `trl`."""
+    from grpo_lab.trainer.settings.algorithm import algorithm_from
+
+    for settings, name in (
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "trl:normalize_then_sum"),
+        ({"scale_rewards": "batch"}, "trl:batch"),
+    ):
+        config = LabConfig(**arguments(tmp_path, loss_type=loss, **settings))
+        assert algorithm_from(config, config.lab_settings).names["advantage"] == name
+
+
 def card_of(made: Any) -> str:
     made.create_model_card(model_name="mine")
     return (Path(made.args.output_dir) / "README.md").read_text()
@@ -99,3 +112,15 @@ def test_a_replaced_loss_and_trls_own(tiny_folder: Path, tmp_path: Path) -> None
     left = trainer(LabTrainer, tmp_path / "c", tiny_folder, loss_type="sapo")
     assert left.algorithm.describe().startswith("TRL's own loss (loss_type='sapo'): objective=trl:sapo")
     assert "TRL's own loss" in card_of(left)
+
+
+def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path, tmp_path: Path) -> None:
+    """`run.json` of a KimiTrainer named the recipe's reward only, and not the length reward."""
+    from grpo_lab import KimiTrainer
+    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.pipelines.train import _added
+
+    made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
+    written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
+    (added,) = _added(recipe_from(written), made)
+    assert (added["name"], added["weight"]) == ("kimi_length_reward", 1.0)

@@ -101,3 +101,19 @@ def test_unreadable_golds_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert "solution" in error
     assert "unusable" in error or "cannot be scored" in error
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_the_cold_start(tmp_path: Path) -> None:
+    """A RuntimeError of transformers with its traceback, after cold start and first evaluation."""
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.pipelines.train import train
+
+    missing = sorted({"clearml", "comet_ml", "wandb"} - set(get_available_reporting_integrations()))
+    if not missing:
+        pytest.skip("all trackers are installed")
+    given = {**GOOD, "report_to": missing[0], "output_dir": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=rf"`report_to` names '{missing[0]}', which is not installed"):
+        train(recipe_from(given))
+    assert not (tmp_path / "out").exists()

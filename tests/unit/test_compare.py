@@ -123,3 +123,17 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert_self_contained(page)
     assert "<script>a</script>" in page.text
     assert "49" not in page.text.split("Results")[0]
+
+
+def test_a_default_written_out_is_the_same_judge() -> None:
+    """`accuracy` and `{name: accuracy, mode: strict}` are one reward: no test was made, as "judged differently"."""
+    from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, RewardSection
+    from grpo_lab.pipelines.saved_model import about
+
+    rows = DataSection("word_problems", "chat", arguments={"n": 4})
+    short, long, other = (
+        about("m", EvaluationSection(rows, RewardSection("accuracy", arguments=given)))
+        for given in ({}, {"mode": "strict"}, {"mode": "lenient"})
+    )
+    assert short == long
+    assert other["judge"] != long["judge"]

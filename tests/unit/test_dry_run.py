@@ -96,8 +96,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a schedule of no reward": ({"reward_schedules": {"acuracy_reward": 1.0}}, "reward_schedules"),
     "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
+    "a reward that reads a column that no row has": ({"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
 }  # fmt: skip
+
+
+def reads_target(completions: list[Any], target: list[str], *, trainer_state: Any, **_: Any) -> list[float]:
+    return [float(len(one)) for one in target]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)

@@ -164,3 +164,20 @@ def test_what_is_no_section_is_named_with_its_value(tmp_path: Path) -> None:
     for key, value in (("name.x", "'n'"), ("data.loader.x", "'gsm8k'")):
         with pytest.raises(ValueError, match=f"is {value} in the recipe, and not a section that holds 'x'"):
             read_yaml(file, {key: 1})
+
+
+def test_whole_numbers_of_sections_may_have_an_exponent_too() -> None:
+    """`data.limit` 1e1 "must be a whole number"; `evaluation.n_samples` likewise."""
+    recipe = given(
+        "--data", "{loader: word_problems, n: 8e0, limit: 4e0}",
+        "--evaluation", "{data: {loader: word_problems, n: 8, limit: 1e1}, n_samples: 2e0, batch_size: 8.0, max_new_tokens: 1e1}",
+    )  # fmt: skip
+    assert (recipe.data.limit, len(parts.load_rows(recipe.data))) == (4, 4)
+    section = recipe.evaluation
+    assert section is not None
+    found = (section.data.limit, section.n_samples, section.batch_size, section.max_new_tokens)
+    assert found == (10, 2, 8, 10)
+    assert all(type(value) is int for value in (recipe.data.limit, *found))
+    for wrong in ("1.5", "true", "0"):
+        with pytest.raises(ValueError, match=r"`data.limit` is .*whole number of at least 1"):
+            given("--data", f"{{loader: word_problems, limit: {wrong}}}")

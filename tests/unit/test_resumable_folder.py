@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from grpo_lab.pipelines.recipe import Recipe, recipe_from
 from grpo_lab.pipelines.resume import cut_metrics, newest_whole, set_aside, what_is_broken
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
+from grpo_lab.pipelines.train import train
 
 WRITTEN: dict[str, Any] = {
     "name": "r",
@@ -207,3 +208,32 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     cut_metrics(file, -1)
     assert file.read_text() == ""
     cut_metrics(tmp_path / "none.jsonl", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"max_steps": 2}, {"resume": True}, "has done 4 steps"),
+        (
+            {"evaluation": {"data": {"loader": "word_problems", "n": 4, "split": "dev"}}},
+            {"resume": True},
+            "unknown split",
+        ),
+        ({"data": {"loader": "word_problems", "nn": 8}}, {"overwrite": True}, "does not fit the loader"),
+    ],
+)
+def test_a_mistake_leaves_the_run_in_the_folder_as_it_was(
+    changes: dict[str, Any], flags: dict[str, bool], said: str, tmp_path: Path
+) -> None:
+    """It was claimed first: the finished run was open again, its evaluations, with `--overwrite` its checkpoints, were gone."""
+    rows = {"loader": "word_problems", "n": 4}
+    written = {"data": rows, "evaluation": {"data": rows}, "bf16": False, "use_cpu": True}
+    folder = claim(given(tmp_path / "o", **written), overwrite=False, resume=False)
+    write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
+    save(folder, 4)
+    (folder / "evaluation" / "before").mkdir(parents=True)
+    (folder / "evaluation" / "before" / "summary.json").write_text("{}")
+    there = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=said):
+        train(given(folder, **{**written, **changes}), **flags)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == there

@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer.scoring.reward_table import dead_groups
+from grpo_lab.trainer.step.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.trl_bridge import is_multimodal
 from grpo_lab.update import live_rows
@@ -109,7 +110,14 @@ class Resampler:
         tokens = merged.loss_mask[index].sum()
         first = self.trainer.accelerator.process_index * local
         mine = index[first : first + local]
-        return {**output, **{name: value[mine] for name, value in merged.fields.items()}, "num_items_in_batch": tokens}
+        filled = {
+            **output,
+            **{name: value[mine] for name, value in merged.fields.items()},
+            "num_items_in_batch": tokens,
+        }
+        if OLD in filled and self.trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
+            filled.setdefault(AS_GENERATED, filled[OLD].clone())
+        return filled
 
     def _record(self, rounds: int, chosen: list[tuple[int, int]], wanted: int) -> None:
         book = self.trainer.recorder.book("train")

@@ -141,7 +141,12 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
             raise ValueError(
                 f"`kl` is set, but the loss is left to TRL ({reason}), which has a KL of its own; use `beta`"
             )
-        return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": rule_name})
+        return Algorithm(
+            None,
+            rule,
+            reason,
+            {"objective": f"trl:{args.loss_type}", "advantage": rule_name if rule else _trl_advantage(args)},
+        )
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     push = _surrogate(kind, args.epsilon, args.epsilon_high, args.delta if kind == "clipped" else None)
     kl = _kl_term(args, settings.kl)
@@ -149,13 +154,19 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     objective = Objective(args.loss_type, push, aggregation(LOSS_TYPES[args.loss_type]), ratio, kl)
     names = {
         "objective": f"trl:{args.loss_type}",
-        "advantage": rule_name if rule else f"trl:{args.scale_rewards}",
+        "advantage": rule_name if rule else _trl_advantage(args),
         "ratio": args.importance_sampling_level,
         "surrogate": name_of(push),
         "aggregation": LOSS_TYPES[args.loss_type],
         "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
     }
     return Algorithm(objective, rule, None, names)
+
+
+def _trl_advantage(args: Any) -> str:
+    """What TRL's own advantages are: ``scale_rewards`` is not read where each reward is normalised on its own."""
+    apart = args.multi_objective_aggregation == "normalize_then_sum"
+    return f"trl:{args.multi_objective_aggregation if apart else args.scale_rewards}"
 
 
 def _why_trl(args: Any) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.metrics.book import LeftOut
+from grpo_lab.trainer.step.bin_probe import BinProbe
 from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-def verdict(trainer: StepPort) -> Verdict:
-    """Check FIELD §4's conditions on what the run really uses."""
+def verdict(trainer: StepPort, ask_model: bool = True) -> Verdict:
+    """Check FIELD §4's conditions on what the run really uses; ``ask_model``: where they hold, by a forward too (a collective)."""
     if trainer.lab_settings.update.is_off:
         return Verdict("update is 'off'", "update is 'off'", chosen=True)
     objective = trainer.algorithm.objective
@@ -67,6 +68,9 @@ def verdict(trainer: StepPort) -> Verdict:
         return Verdict(asked.stock, asked.stock)
     conditions = _conditions(trainer, asked.vanishes)
     stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
+    if stock is None and ask_model:
+        stock = trainer.exact_update.probe.why_stock()
+        all_rows = stock or all_rows
     if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
         return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
     return Verdict(stock, all_rows)
@@ -108,11 +112,12 @@ class ExactUpdate:
         self._verdict: Verdict | None = None
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self._old = OldPolicy(trainer, self.log_probs_of)
+        self.probe = BinProbe(trainer)
         self.saw_randomness = False
 
     def described(self) -> dict[str, Any]:
         """How the steps are computed and why, for the run's record."""
-        return self.record.described(self._verdict or verdict(self.trainer))
+        return self.record.described(self._verdict or verdict(self.trainer, ask_model=False))
 
     def left_alone(self, inputs: dict[str, Any]) -> None:
         """A micro-batch whose loss a team's own ``_compute_loss`` makes."""

@@ -11,7 +11,6 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.step.old_policy import old_log_probs
-from grpo_lab.trainer.step.row_table import POSITION_OFFSET
 from grpo_lab.trainer.step.token_metrics import record_tokens
 
 if TYPE_CHECKING:
@@ -64,22 +63,6 @@ def token_batch(
     )
 
 
-def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
-    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it.
-
-    ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
-    """
-    if POSITION_OFFSET not in inputs:
-        return None
-    prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
-    width = inputs["prompt_ids"].size(1)
-    first = inputs[POSITION_OFFSET]
-    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
-    moved = (first - (width - prompts)).unsqueeze(1) + steps
-    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
-    return torch.minimum(moved.clamp(min=0), last)
-
-
 def has_our_inputs(trainer: StepPort, inputs: dict[str, Any]) -> bool:
     """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
     objective = trainer.algorithm.objective
@@ -123,7 +106,6 @@ __all__ = [
     "has_our_inputs",
     "loss_mask",
     "micro_batch_loss",
-    "positions_at_generation",
     "token_batch",
     "token_denominator",
 ]

@@ -19,6 +19,7 @@ what the precision rounds.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,16 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.step.model_conditions import takes_positions
+from grpo_lab.trainer.step.row_table import positions_at_generation
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.row_table import RowTable
 
 OLD = "old_per_token_logps"
-#: copy of the old log-probs that bins made at generation, for a batch that a team's method sees: where it left them as they are they count as missing
+#: copy of old log-probs that were made in other shapes than the loss has (by bins at generation, for a batch that a team's method sees; by TRL, for a
+#: resampled one): where nobody changed them they count as missing
 AS_GENERATED = "old_log_probs_as_generated"
 #: per row 1 where no update has happened since generation (only in a step where some row has old log-probs)
 UNMOVED = "policy_unmoved"
@@ -180,7 +184,7 @@ class OldPolicy:
 def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
     forward: Callable[..., Any] = trainer._get_per_token_logps_and_entropies
-    with trl_bridge.without_checkpointing(trainer):
+    with trl_bridge.without_checkpointing(trainer), rows_in_place(trainer, trainer.model, batch):
         logps, _, _ = forward(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -190,6 +194,12 @@ def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
         )
     found: Tensor = logps
     return found
+
+
+def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Context for TRL's forward on a micro-batch: rows of several generations keep the positions that each had in its own."""
+    takes = takes_positions(trainer.accelerator.unwrap_model(model))
+    return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
 
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
@@ -206,6 +216,7 @@ __all__ = [
     "Kept",
     "OldPolicy",
     "old_log_probs",
+    "rows_in_place",
     "trl_log_probs",
     "unmoved_rows",
     "with_unmoved",

@@ -144,6 +144,22 @@ class RowTable:
         return name in COMPLETION_FIELDS or (value.dim() > 1 and value.size(1) == self.fields["completion_ids"].size(1))
 
 
+def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
+    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it.
+
+    ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
+    """
+    if POSITION_OFFSET not in inputs:
+        return None
+    prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
+    width = inputs["prompt_ids"].size(1)
+    first = inputs[POSITION_OFFSET]
+    steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
+    moved = (first - (width - prompts)).unsqueeze(1) + steps
+    last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
+    return torch.minimum(moved.clamp(min=0), last)
+
+
 def _row_fields(batch: dict[str, Any]) -> dict[str, Tensor]:
     rows = batch["prompt_ids"].size(0)
     return {
@@ -161,4 +177,4 @@ def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=_FILL.get(name, 0))
 
 
-__all__ = ["POSITION_OFFSET", "Bin", "RowTable"]
+__all__ = ["POSITION_OFFSET", "Bin", "RowTable", "positions_at_generation"]

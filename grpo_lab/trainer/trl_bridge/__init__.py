@@ -12,8 +12,10 @@ from grpo_lab.trainer.trl_bridge.forwards import (
     backbone,
     completion_log_probs,
     forwards_replaced,
+    is_compiled,
     positions_given,
     wants_old_log_probs,
+    without_autocast,
     without_checkpointing,
 )
 from grpo_lab.trainer.trl_bridge.gradients import backward, plain_cpu, reference_model_in_full, without_gradient_sync
@@ -41,6 +43,7 @@ __all__ = [
     "completion_log_probs",
     "forget_sampling_metrics",
     "forwards_replaced",
+    "is_compiled",
     "is_multimodal",
     "may_bring_images",
     "plain_cpu",
@@ -49,6 +52,7 @@ __all__ = [
     "replace_logged_advantages",
     "replaced",
     "wants_old_log_probs",
+    "without_autocast",
     "without_checkpointing",
     "without_gradient_sync",
 ]

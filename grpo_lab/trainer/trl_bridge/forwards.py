@@ -34,7 +34,7 @@ def completion_log_probs(
     picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
     ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
     """
-    if input_ids.device.type != "cpu" or _is_compiled(trainer, model):
+    if input_ids.device.type != "cpu" or is_compiled(trainer, model):
         with trainer.accelerator.autocast():
             output = model(input_ids=input_ids, position_ids=position_ids, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
@@ -52,7 +52,8 @@ def completion_log_probs(
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
 
 
-def _is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
+def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
+    """Whether ``model`` or the layers below its head run through ``torch.compile``."""
     inner = trainer.accelerator.unwrap_model(model)
     modules = (inner, backbone(trainer, model))
     return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
@@ -130,6 +131,18 @@ def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor |
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def without_autocast(trainer: Any) -> Iterator[None]:
+    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no change)."""
+    inner = trainer.accelerator.unwrap_model(trainer.model)
+    plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(trainer.accelerator, "autocast", contextlib.nullcontext))
+        if plain is not None:
+            stack.enter_context(replaced(inner, "forward", plain))
+        yield
 
 
 def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
