@@ -12,6 +12,7 @@ from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
 from grpo_lab.advantages.leave_one_out import LeaveOneOut
+from grpo_lab.advantages.process import Process, StepTable, spread
 from grpo_lab.advantages.raw import Raw
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
@@ -26,24 +27,32 @@ RULES: dict[str, Callable[..., AdvantageRule]] = {
     "group_max": GroupMax,
 }
 
+#: rules that make advantages per token, in two stages: ``normalised`` on the table of all ranks, ``spread`` on this rank's rows
+TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process}
+
 __all__ = [
     "RULES",
+    "TOKEN_RULES",
     "AdvantageRule",
     "BatchZScore",
     "GroupMax",
     "GroupMean",
     "GroupZScore",
     "LeaveOneOut",
+    "Process",
     "Raw",
+    "StepTable",
     "advantage_rule",
+    "spread",
 ]
 
 
-def advantage_rule(name: str, **parameters: Any) -> AdvantageRule:
+def advantage_rule(name: str, **parameters: Any) -> Any:
     """The rule called ``name`` with its parameters. Raises ``ValueError`` for an unknown name or parameter."""
-    if name not in RULES:
-        raise ValueError(f"`advantage` is {name!r}; it must be one of {sorted(RULES)}, or a callable")
+    rules = {**RULES, **TOKEN_RULES}
+    if name not in rules:
+        raise ValueError(f"`advantage` is {name!r}; it must be one of {sorted(rules)}, or a callable")
     try:
-        return RULES[name](**parameters)
+        return rules[name](**parameters)
     except TypeError as error:
         raise ValueError(f"`advantage` {name!r} does not take {sorted(parameters)}: {error}") from error

@@ -37,7 +37,7 @@ from grpo_lab.rewards.local_groups import local_group_sizes
 
 __all__ = ["Group", "GroupReward", "Scope", "group_reward", "scope_of", "score_groups"]
 
-Scope = Literal["completion", "group"]
+Scope = Literal["completion", "group", "step"]
 Values = list[float | None]
 CompletionReward = Callable[..., Sequence[float | None]]
 
@@ -201,8 +201,8 @@ def score_groups(reward: GroupReward, groups: Sequence[Group]) -> Values:
 def scope_of(reward: Any) -> Scope:
     """``reward.scope``, or ``completion`` for everything that does not declare one (any stock TRL reward)."""
     scope = getattr(reward, "scope", "completion")
-    if scope not in ("completion", "group"):
-        raise ValueError(f"reward {reward!r} declares scope {scope!r}; allowed: 'completion', 'group'")
+    if scope not in ("completion", "group", "step"):
+        raise ValueError(f"reward {reward!r} declares scope {scope!r}; allowed: 'completion', 'group', 'step'")
     if scope == "group" and not hasattr(reward, "score_group"):
         raise ValueError(
             f"reward {reward!r} declares scope 'group' but has no `score_group`; derive it from GroupReward"

@@ -37,6 +37,7 @@ from grpo_lab.trainer.scoring.environments import with_environment_rewards, with
 from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
 from grpo_lab.trainer.scoring.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
 from grpo_lab.trainer.scoring.reward_table import (
+    Scored,
     as_trl_calls_it,
     check_finite,
     correctness,
@@ -47,6 +48,7 @@ from grpo_lab.trainer.scoring.reward_table import (
 )
 from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
+from grpo_lab.trainer.scoring.steps import StepCalled, check_steps, mean_advantage, token_advantages
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.settings.inputs import (
@@ -88,6 +90,8 @@ class LabTrainer(GRPOTrainer):
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
+    #: what scores the generation batch at hand, while TRL's method runs (``scoring.scored``)
+    _scoring: Any = None
 
     @trl_bridge.reference_model_in_full()
     def __init__(
@@ -145,6 +149,8 @@ class LabTrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         check_requires(self)
+        own_hook = type(self).compute_advantages is not LabTrainer.compute_advantages
+        check_steps(self.reward_funcs, self.algorithm.advantage, own_hook, self._tokenizer)
         self.rollout_func = thinking_rollout(self, rollout, environment_factory)
         self._update = ExactUpdate(self)
         self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
@@ -251,6 +257,8 @@ class LabTrainer(GRPOTrainer):
             values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         check_finite(values, names)
         not_numbers = nan_counts(seams, values, self.accelerator)
+        if self._scoring is not None:
+            self._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
         if any(scope_of(reward) == "group" for reward in self.reward_funcs):
             cut = truncated_rows(completion_ids_list, {*self.eos_token_ids, self._tokenizer.pad_token_id})
             rows = gathered_rows(self, inputs, prompts, completions, completion_ids_list, cut)
@@ -288,20 +296,28 @@ class LabTrainer(GRPOTrainer):
         elif forwards.corrected:
             record_by_length(self, output, loss_mask(output), mode)
         if self.lab_settings.update.dead_groups == "resample":
-            output[DEAD_GROUP] = dead_rows(scored.table).to(output["prompt_ids"].device)[self._local(output)]
-        self._set_advantages(output, scored.table, sampled)
+            output[DEAD_GROUP] = dead_rows(scored).to(output["prompt_ids"].device)[self._local(output)]
+        self._set_advantages(output, scored, sampled)
         forwards.mark(output)
         record_scores(self, scored)
         if mode == "train":
             self._sampling.record(scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book(mode))
         return output
 
-    def _set_advantages(self, output: dict[str, Any], table: RewardTable, sampled: dict[str, Tensor]) -> None:
+    def _set_advantages(self, output: dict[str, Any], scored: Scored, sampled: dict[str, Tensor]) -> None:
+        table = scored.table
         kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
         if kl is None and not self.has_own_advantages:
             return  # TRL's own stay
         if kl is not None:
             table = penalised(self, output, table, kl, sampled)
+        if scored.steps:
+            width = output["completion_ids"].size(1)
+            per_token = token_advantages(self.algorithm.advantage, table, scored.steps, self._local(output), width)
+            output["advantages"] = per_token.to(output["advantages"])
+            logged = mean_advantage(self, output["advantages"], loss_mask(output))
+            trl_bridge.replace_logged_advantages(self, logged)
+            return
         advantages = checked_advantages(self.compute_advantages(table), table)
         output["advantages"] = advantages[self._local(output)].to(output["advantages"])
         trl_bridge.replace_logged_advantages(self, advantages)

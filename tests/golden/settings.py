@@ -14,11 +14,12 @@ from typing import Any
 from peft import LoraConfig
 
 from grpo_lab import DrGRPOTrainer, KimiTrainer, LabTrainer, R1ZeroTrainer
-from grpo_lab.rewards import KimiLengthReward, group_reward
+from grpo_lab.rewards import KimiLengthReward, group_reward, step_reward
 from grpo_lab.rewards.protocol import Group
 from parity.harness import mixed_reward
 
 STEPS = 6
+PROCESS: dict[str, Any] = {"objective": {"name": "grpo", "advantage": "process"}}
 #: one generation batch serves two optimizer steps
 REUSED = {"num_iterations": 2, "max_steps": STEPS}
 SCHEDULE = {"kind": "linear", "initial": 1.0, "value": 0.2, "start": 0, "end": 4}
@@ -39,6 +40,12 @@ def rare_and_right(group: Group) -> list[float | None]:
     right = [value == 1.0 for value in group.rewards["accuracy_reward"]]
     places = [sum(other < length for other in group.lengths) / len(group) for length in group.lengths]
     return [1.0 / sum(right) if ok else -place for ok, place in zip(right, places)]
+
+
+@step_reward
+def thirds_reward(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
+    """A step every seven tokens (none in a short completion), right or wrong by the token it ends with."""
+    return [[(end, float(ids[end] % 3 == 0)) for end in range(6, len(ids), 7)] for ids in completion_ids]
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,8 @@ SETTINGS: tuple[Setting, ...] = (
         _ours("grpo", reward_schedules={"brevity_reward": SCHEDULE}),
         rewards=lambda: [accuracy_reward, brevity_reward],
     ),
+    Setting("process", PROCESS, rewards=lambda: [thirds_reward]),
+    Setting("process_mixture_reused", {**PROCESS, **REUSED}, rewards=lambda: [thirds_reward, accuracy_reward]),
     # named trainers
     Setting(
         "kimi",
@@ -136,5 +145,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("ranks_dr_grpo", _ours("dr_grpo"), processes=2),
     Setting("ranks_grpo_beta_reused", _ours("grpo", beta=0.04, **REUSED), processes=2),
     Setting("ranks_group_rewards", _ours("dapo"), rewards=_groups, processes=2),
+    Setting("ranks_process", PROCESS, rewards=lambda: [thirds_reward], processes=2),
     Setting("ranks_drop_in", {"loss_type": "dapo"}, processes=2),
 )

@@ -63,6 +63,16 @@ def test_as_recorded(name: str, found: dict[str, Any]) -> None:
         assert found[name]["sha256"] == recorded["sha256"], "on the machine of the record: to the last bit"
 
 
+@pytest.mark.parametrize(
+    ("one", "two"), [("dr_grpo", "ranks_dr_grpo"), ("process", "ranks_process"), ("drop_in_dapo", "ranks_drop_in")]
+)
+def test_two_ranks_train_as_one(one: str, two: str, found: dict[str, Any]) -> None:
+    """The same rows in every step. Float64: only the order of additions differs."""
+    alone, together = found[one], found[two]
+    for name in ("moved", "towards"):
+        assert together[name] == pytest.approx(alone[name], abs=1e-9 * alone["moved"])
+
+
 def test_a_change_in_the_sixth_digit_is_seen() -> None:
     recorded = RECORDED["settings"]["grpo"]
     loss = recorded["steps"][3]["loss"]

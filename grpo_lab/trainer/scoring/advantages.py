@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer.metrics.book import reward_metrics
-from grpo_lab.trainer.scoring.reward_table import Scored, correctness, dead_groups
+from grpo_lab.trainer.scoring.reward_table import Scored, correctness
 from grpo_lab.trainer.settings.inputs import completion_limit
 
 TRUNCATION_WARNING = 0.20
@@ -29,8 +29,7 @@ def record_scores(trainer: Any, scored: Scored) -> None:
     """Dead groups, lengths and correctness of a generation batch into the book; many cut completions are said once."""
     table = scored.table
     correct = correctness(table, trainer.reward_funcs)
-    dead = dead_groups(table.total, table.group_size)
-    reward_metrics(trainer.recorder.book(), dead, scored.lengths, scored.truncated, correct)
+    reward_metrics(trainer.recorder.book(), scored.dead, scored.lengths, scored.truncated, correct)
     share = scored.truncated.float().mean().item()
     if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
         trainer.recorder.say(

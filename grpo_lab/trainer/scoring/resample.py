@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
-from grpo_lab.batch import RewardTable
-from grpo_lab.trainer.scoring.reward_table import dead_groups
+from grpo_lab.trainer.scoring.reward_table import Scored
 from grpo_lab.trainer.step.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.trl_bridge import is_multimodal
@@ -29,9 +28,9 @@ DEFAULT_MAX_ROUNDS = 4
 DEAD_GROUP = "dead_group"
 
 
-def dead_rows(table: RewardTable) -> torch.Tensor:
-    """long ``[N]``: 1 for rows of groups whose rewards (before any KL penalty) are all equal."""
-    return dead_groups(table.total, table.group_size).long().repeat_interleave(table.group_size)
+def dead_rows(scored: Scored) -> torch.Tensor:
+    """long ``[N]``: 1 for rows of groups whose rewards and steps (before any KL penalty) are all equal."""
+    return scored.dead.long().repeat_interleave(scored.table.group_size)
 
 
 def check_resample(train_dataset: Any) -> None:

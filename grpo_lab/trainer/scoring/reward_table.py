@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
+from grpo_lab.advantages import StepTable
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
+from grpo_lab.trainer.scoring.steps import StepCalled, dead_with_steps, outcome_of
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 
 
@@ -27,12 +29,25 @@ class Scored:
         lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them), all ranks.
         truncated: bool ``[N]``: ended by the length limit, not by an end token.
         rows: ``[N]`` row of the data set, −1 where it is not known (``prompts.sampler``).
+        steps: column of a step reward → its steps over all ranks.
     """
 
     table: RewardTable
     lengths: Tensor
     truncated: Tensor
     rows: Tensor
+    steps: dict[int, StepTable] = field(default_factory=dict)
+
+    @property
+    def dead(self) -> Tensor:
+        """bool ``[groups]``: nothing tells the completions of a group apart (before any KL penalty)."""
+        outcome = outcome_of(self.table, self.steps) if self.steps else self.table
+        groups = self.table.values.size(0) // self.table.group_size
+        if outcome is None:
+            dead = torch.ones(groups, dtype=torch.bool, device=self.table.values.device)
+        else:
+            dead = dead_groups(outcome.total, outcome.group_size)
+        return dead_with_steps(self.table, self.steps, dead)
 
 
 class DeferredReward:
@@ -49,6 +64,8 @@ def as_trl_calls_it(reward: Any, name: str) -> Any:
     """What TRL should call in place of ``reward``: models as they are, the rest checked or deferred."""
     if scope_of(reward) == "group":
         return DeferredReward(name)
+    if scope_of(reward) == "step":
+        return StepCalled(reward, name)
     if isinstance(reward, nn.Module):
         return reward
     return CheckedCoroutine(reward, name) if is_async_callable(reward) else CheckedReward(reward, name)
@@ -80,7 +97,7 @@ def fill_group_rewards(
         progress: optimizer steps done, optimizer steps in all.
     """
     table = values.tolist()
-    known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) == "completion"]
+    known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) != "group"]
     values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
     for start in range(0, len(rows), group_size):
         of_group = range(start, start + group_size)

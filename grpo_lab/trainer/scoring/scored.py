@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable
+from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.prompts.sampler import row_numbers
 from grpo_lab.trainer.scoring.reward_table import Scored, tokens_made, truncated_rows
+from grpo_lab.trainer.scoring.steps import gathered_steps
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -31,6 +33,8 @@ class Scoring:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
         self._seen: Scored | None = None
         self._made: list[int] | None = None
+        #: column of a step reward → this rank's steps, put here by the trainer's ``_calculate_rewards``
+        self.steps: dict[int, list[StepScores]] = {}
 
     def generate(self, prompts: list[Any]) -> Any:
         """Stands in for the trainer's ``_generate``: how many tokens the policy made, before TRL masks what was cut."""
@@ -48,7 +52,8 @@ class Scoring:
         names = tuple(trainer.reward_func_names)
         self._check(values, lengths.numel(), names)
         table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), trainer._group_size())
-        self._seen = Scored(table, lengths, truncated.bool(), numbers)
+        steps = gathered_steps(self.steps, table.group_size)
+        self._seen = Scored(table, lengths, truncated.bool(), numbers, steps)
         return values
 
     def taken(self) -> Scored:
@@ -88,6 +93,7 @@ def scored_by(trainer: StepPort) -> Iterator[Scoring]:
     with (
         trl_bridge.replaced(trainer, "_calculate_rewards", scoring),
         trl_bridge.replaced(trainer, "_generate", scoring.generate),
+        trl_bridge.replaced(trainer, "_scoring", scoring),
     ):
         yield scoring
 

@@ -1,0 +1,191 @@
+"""``advantage: process`` through the real trainer: the update against loops in float64, outcome GRPO as the special case to the bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.rewards import EquationSteps, step_reward, steps_as_outcome
+from grpo_lab.testing.rollouts import ScriptedRollout
+from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, problems, train
+
+GROUP, LR = 4, 0.2
+PROCESS = {"name": "grpo", "advantage": "process"}
+
+
+def scored(ids: list[int]) -> list[tuple[int, float | None]]:
+    """Ragged and scripted: none to four steps, some that end before the completion does, some unscorable."""
+    rng = random.Random(str(ids))
+    ends = sorted(rng.sample(range(len(ids)), rng.randrange(0, min(len(ids), 4) + 1)))
+    return [(end, rng.choice([0.0, 0.5, 1.0, None])) for end in ends]
+
+
+@step_reward
+def ragged_steps(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> Any:
+    return [scored(ids) for ids in completion_ids]
+
+
+@step_reward
+def one_step(prompts: Any, completions: Any, completion_ids: Any, number: Any, **_: Any) -> Any:
+    values = mixed_reward()(prompts, completion_ids, number)
+    return [[(len(ids) - 1, value)] for ids, value in zip(completion_ids, values, strict=True)]
+
+
+class Kept(ScriptedRollout):
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found = super().__call__(prompts, trainer)
+        self.__dict__.setdefault("batches", []).append((found["prompt_ids"], found["completion_ids"]))
+        return found
+
+
+def run(folder: Path, model: Path, rewards: Any, objective: Any = PROCESS, **settings: Any) -> Run:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rollout = Kept(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id, truncated_share=0.2)
+    config = LabConfig(**arguments(folder, learning_rate=LR, objective=objective, **settings))
+    return train(LabTrainer, config, model, rollout=rollout, reward=rewards)
+
+
+def literal(rows: list[list[tuple[int, float | None]]], lengths: list[int]) -> list[list[float]]:
+    """DeepSeekMath §4.1.3, number by number; the standard deviation with n − 1 and ε = 1e-4, as in outcome GRPO."""
+    found = []
+    for start in range(0, len(rows), GROUP):
+        group = rows[start : start + GROUP]
+        scores = [score for row in group for _, score in row if score is not None]
+        mean = math.fsum(scores) / len(scores) if scores else 0.0
+        std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
+        for row, length in zip(group, lengths[start : start + GROUP], strict=True):
+            made = [(end, (s - mean) / (std + 1e-4)) for end, s in row if s is not None]
+            found.append([math.fsum(value for end, value in made if end >= t) for t in range(length)])
+    return found
+
+
+def replayed(model_folder: Path, batches: list[Any], updates: int) -> dict[str, torch.Tensor]:
+    """The same training in float64, one row after the other: clipped GRPO with an advantage per token."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+
+    def logps(prompt: list[int], ids: list[int]) -> torch.Tensor:
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+
+    for prompts, completions in batches:
+        advantages = literal([scored(ids) for ids in completions], [len(ids) for ids in completions])
+        with torch.no_grad():
+            old = [logps(p, c) for p, c in zip(prompts, completions, strict=True)]
+        for _ in range(updates):
+            model.zero_grad()
+            for prompt, ids, before, advantage in zip(prompts, completions, old, advantages, strict=True):
+                a = torch.tensor(advantage, dtype=torch.float64)
+                ratio = (logps(prompt, ids) - before).exp()
+                loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean() / len(completions)
+                loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= LR * parameter.grad
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["exact", "off"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_against_loops_in_float64(update: str, updates: int, tiny_folder: Path, tmp_path: Path) -> None:
+    ours = run(tmp_path, tiny_folder, [ragged_steps], update=update, num_iterations=updates, max_steps=4)
+    expected = replayed(tiny_folder, ours.trainer.rollout_func.batches, updates)
+    stock = Run([], [], expected, ours.start, [], None)
+    # float32 against float64: of a movement of about 1e-1 after four steps, gradients relative 1e-6 whose signs partly cancel
+    assert movement_difference(ours, stock) < 1e-4
+    assert len(ours.trainer.rollout_func.batches) == 4 // updates
+    assert "rewards/ragged_steps/mean" in ours.history[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"update": "off"},
+        {"num_iterations": 2},
+        {"beta": 0.04},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    ],
+    ids=str,
+)
+def test_one_step_a_completion_is_outcome_grpo_to_the_bit(
+    settings: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    process = run(tmp_path, tiny_folder, [one_step], **settings)
+    outcome = run(tmp_path, tiny_folder, [mixed_reward()], "grpo", **settings)
+    assert process.losses == outcome.losses
+    assert all(torch.equal(value, outcome.weights[name]) for name, value in process.weights.items())
+    dead = [row["groups/dead_share"] for row in process.history if "groups/dead_share" in row]
+    assert dead == [row["groups/dead_share"] for row in outcome.history if "groups/dead_share" in row]
+    if "beta" not in settings and settings.get("update") != "off":
+        assert min(row["update/live_share"] for row in process.history if "update/live_share" in row) < 1
+
+
+def test_a_mixture_is_the_sum(tiny_folder: Path, tmp_path: Path) -> None:
+    """Steps twice as heavy, beside an outcome: Â = 2·process + z-score of the outcome, at every token."""
+    seen: list[torch.Tensor] = []
+
+    class Looks(LabTrainer):
+        def token_loss(self, batch: Any) -> Any:
+            if batch.logps.dtype == torch.float32:
+                seen.append(batch.advantages.clone())
+            return super().token_loss(batch)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    settings = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=1, objective=PROCESS, update="off")
+    config = LabConfig(**settings, reward_weights=[2.0, 1.0])
+    rollout = Kept(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id)
+    done = train(Looks, config, tiny_folder, rollout=rollout, reward=[ragged_steps, mixed_reward(0)])
+    ((_, completions),) = rollout.batches
+    number = done.trainer.train_dataset["number"]
+    assert len(set(number)) == 12
+    rewards = [(sum(ids) % 5) / 4.0 for ids in completions]
+    steps = literal([scored(ids) for ids in completions], [len(ids) for ids in completions])
+    outcome = literal([[(len(ids) - 1, r)] for ids, r in zip(completions, rewards)], [len(ids) for ids in completions])
+    expected = sorted([round(2 * a + b, 4) for a, b in zip(row, other)] for row, other in zip(steps, outcome))
+    (found,) = seen
+    lengths = {len(ids) for ids in completions}
+    rows = sorted([round(value, 4) for value in row] for row in found.tolist())
+    assert max(lengths) == found.size(1)
+    for row in expected:
+        assert any(all(abs(a - b) < 2e-4 for a, b in zip(row, other)) for other in rows), row
+
+
+def test_resample_and_metrics_know_dead_steps(tiny_folder: Path, tmp_path: Path) -> None:
+    """Groups whose steps all score alike are dead, whatever the mean; resampling fills the batch with others."""
+    done = run(tmp_path, tiny_folder, [one_step], update={"dead_groups": "resample", "max_rounds": 8}, max_steps=2)
+    assert max(row["update/resample_rounds"] for row in done.history if "update/resample_rounds" in row) > 1
+
+
+def test_equation_steps_get_the_runs_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+    reward = EquationSteps()
+    done = run(tmp_path, tiny_folder, [reward], max_steps=1)
+    assert reward.tokenizer is done.trainer._tokenizer
+    assert "rewards/equation_steps/mean" in done.history[0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "objective", "words"),
+    [
+        ([ragged_steps], "grpo", "advantage: process"),
+        ([mixed_reward()], PROCESS, "no reward scores steps"),
+        ([ragged_steps], None, "advantage: process"),
+    ],
+)
+def test_one_without_the_other(rewards: Any, objective: Any, words: str, tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(tmp_path, tiny_folder, rewards, objective)
+
+
+def test_as_an_outcome_anywhere(tiny_folder: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, tiny_folder, [steps_as_outcome(ragged_steps)], "grpo", max_steps=1)
+    assert "rewards/ragged_steps/mean" in done.history[0]
+    assert len(problems()) == 12
