@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
@@ -136,7 +137,12 @@ def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any,
     """Another run, or a restart behind the same address: the server answers, with other weights."""
     trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
     trainer.vllm_generation.sync_weights()
-    trainer._last_loaded_step = 0
+
+    class NoSync(TrainerCallback):  # a training begins with a sync, which would put it right
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer._last_loaded_step = state.global_step
+
+    trainer.add_callback(NoSync())
     other = build(tmp_path / "other", models("qwen2", True), server.options.base_url)
     other.vllm_generation.sync_weights()
     with pytest.raises(ServerGone, match=r"no longer holds this run's weights(.|\n)*nothing to save"):
