@@ -65,6 +65,7 @@ def test_a_loss_of_the_teams_own_is_named(tiny_folder: Path, tmp_path: Path, cap
     assert set(run.history[0]) >= METRICS
 
 
+@pytest.mark.slow
 def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
     """No logging is set up: Python's last resort prints warnings on stderr, and nothing below."""
     script = (
