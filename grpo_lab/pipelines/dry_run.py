@@ -14,8 +14,10 @@ from rich.table import Table
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.context_room import check_room
 from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
+from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +71,22 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "source": _source(algorithm.names.get("objective", "")),
         "groups per optimizer step": f"{per_step / config.num_generations:g} × {config.num_generations} completions",
         "completions per generation": str(config.generation_batch_size),
-        "tokens per step": f"at most {per_step * config.max_completion_length:,} generated",
+        "tokens per step": _tokens(per_step, config.max_completion_length),
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
         "learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type}), {config.optim}",
         "processes": str(config.world_size),
         "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
     facts |= _around(recipe)
+    room = check_room(recipe, config, rows_here(recipe.data, "data"), here_only=True)
+    if room is not None:
+        facts["context"] = room
     facts["checked"] = _checked(recipe)
     return facts
+
+
+def _tokens(completions: int, limit: int | None) -> str:
+    return "as many as the model writes" if limit is None else f"at most {completions * limit:,} generated"
 
 
 def _taken(folder: Path) -> str:
@@ -123,8 +132,8 @@ def _checked(recipe: Recipe) -> str:
     """Build every part and, around a small stand-in model, the trainer itself: its own checks speak here."""
     rewards = [parts.build_reward(section) for section in recipe.rewards]
     of_trainer = parts.trainer_parts(recipe)
-    rows = _loaded(recipe.data, "data")
-    eval_rows = None if recipe.eval_dataset is None else _loaded(recipe.eval_dataset, "eval_dataset")
+    rows = rows_here(recipe.data, "data")
+    eval_rows = None if recipe.eval_dataset is None else rows_here(recipe.eval_dataset, "eval_dataset")
     parts.check_golds(rows, rewards) if rows is not None else None
     if rows is None or (recipe.eval_dataset is not None and eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
@@ -183,28 +192,11 @@ def _scorer(name: str) -> Any:
     return score
 
 
-def _loaded(section: Any, where: str) -> Any:
-    """The rows; None where they are on the hub and not here."""
-    try:
-        return parts.load_rows(section, where)
-    except (ValueError, OSError) as error:
-        if not _may_be_elsewhere(section, error):
-            raise
-        return None
-
-
-def _may_be_elsewhere(section: Any, error: Exception) -> bool:
-    source = section.arguments.get("source")
-    unknown = section.loader not in parts.LOADERS or isinstance(error.__cause__, TypeError)
-    here = section.loader in ("word_problems", "file") or (source is not None and parts.looks_local(str(source)))
-    return not (unknown or here or parts.is_local(source))
-
-
 def _rows(section: Any, where: str = "data") -> str:
     try:
         count = f"{len(parts.load_rows(section, where)):,}"
     except (ValueError, OSError) as error:
-        if not _may_be_elsewhere(section, error):
+        if not may_be_elsewhere(section, error):
             raise
         count = f"not loaded here ({str(error).splitlines()[0][:100]})"
     return f"{count} from {section.loader} {dict(section.arguments)}"

@@ -14,6 +14,7 @@ from rich.console import Console
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe, RewardSection
@@ -67,7 +68,7 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     state = PartialState()
     if state.is_main_process:
         refuse_folder(recipe, overwrite, resume)
-    materials = Materials.of(recipe)  # a mistake in them leaves the folder as it was
+    materials = Materials.of(recipe, config)  # a mistake in them leaves the folder as it was
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
@@ -107,7 +108,7 @@ class Materials:
     of_trainer: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Materials:
+    def of(cls, recipe: Recipe, config: Any) -> Materials:
         """Raises ``ValueError`` for whatever cannot be loaded, or golds that cannot be read."""
         rewards = [parts.build_reward(section) for section in recipe.rewards]
         of_trainer = parts.trainer_parts(recipe)
@@ -116,6 +117,7 @@ class Materials:
         check_columns(recipe, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
         parts.check_evaluation(recipe.evaluation)
+        check_room(recipe, config, rows)
         return cls(rows, eval_rows, rewards, of_trainer)
 
 
@@ -243,7 +245,7 @@ def _evaluate(
         section,
         target,
         use_cpu=recipe.arguments.get("use_cpu", False),
-        max_new_tokens=int(recipe.arguments.get("max_completion_length", 512)),
+        max_new_tokens=evaluation_tokens(recipe),
         seed=int(recipe.arguments.get("seed", 42)),
     )
     seconds[f"evaluation_{which}"] = round(time.perf_counter() - began, 1)

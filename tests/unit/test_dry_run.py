@@ -97,6 +97,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
     "a reward that reads a column that no row has": ({"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
+    "an evaluation without room": (
+        {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
+        r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is 512.*`max_completion_length` \(no"),
+    "an evaluation's own tokens without room": (
+        {"evaluation": {"data": GOOD["data"], "max_new_tokens": 512}}, r"is 512\. Lower.*setting is `evaluation\.max_new_tokens`"),
+    "an evaluation without a limit": (
+        {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is null.*`evaluation\.max_new"),
+    "a cold start beyond the context": (
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 64}}, "cold_start": {"data": {**GOOD["data"], "split": "cold_start"}}},
+        r"`cold_start`: the longest .* `cold_start\.max_length` is 1024, and the model's context .* is 64"),
+    "a prompt that fills the context": (
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 tokens"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
 }  # fmt: skip
 
@@ -121,6 +133,23 @@ def test_what_the_run_would_refuse(
     assert main(["train", "--config", str(file), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL), error
+
+
+def test_completions_beyond_the_context_are_told() -> None:
+    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 600}))
+    assert "`max_completion_length`=600 a completion may run beyond the context of 512 tokens" in facts["context"]
+    assert dry_run(recipe_from(GOOD))["context"] == "512 tokens"
+
+
+def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
+    """It was the first evaluation's error, when the cold start was over."""
+    from grpo_lab.pipelines.train import train
+
+    written = {**GOOD, "use_cpu": True, "max_completion_length": 600, "evaluation": {"data": GOOD["data"]}}
+    cold = {"data": {**GOOD["data"], "split": "cold_start"}, "max_steps": 1}
+    with pytest.raises(ValueError, match="`evaluation`: the shortest prompt"):
+        train(recipe_from({**written, "cold_start": cold, "output_dir": str(tmp_path / "o")}))
+    assert not (tmp_path / "o").exists()
 
 
 def test_the_real_configuration_is_left_alone() -> None:
