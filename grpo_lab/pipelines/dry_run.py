@@ -18,6 +18,7 @@ from grpo_lab.pipelines.context_room import check_room
 from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
 from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
+from grpo_lab.rewards.schedules import weight_in_words
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "parameters": _parameters(recipe),
         "rows": _rows(recipe.data),
         "prompt template": recipe.data.template,
-        "rewards": ", ".join(f"{reward.name} × {reward.weight:g}" for reward in recipe.rewards),
+        "rewards": _rewards(recipe, config),
         "trainer": recipe.trainer,
         "algorithm": algorithm.describe(),
         "source": _source(algorithm.names.get("objective", "")),
@@ -73,7 +74,7 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "completions per generation": str(config.generation_batch_size),
         "tokens per step": _tokens(per_step, config.max_completion_length),
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
-        "learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type}), {config.optim}",
+        "learning rate": f"{config.learning_rate:g} ({_value(config.lr_scheduler_type)}), {_value(config.optim)}",
         "processes": str(config.world_size),
         "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
@@ -83,6 +84,35 @@ def describe(recipe: Recipe) -> dict[str, str]:
         facts["context"] = room
     facts["checked"] = _checked(recipe)
     return facts
+
+
+def _rewards(recipe: Recipe, config: Any) -> str:
+    """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
+    from grpo_lab.trainer.named_parts import with_declared_rewards
+    from grpo_lab.trainer.settings.schedules import reward_schedules
+    from grpo_lab.trainer.trl_bridge.rewards import reward_name
+
+    given = [parts.build_reward(section) for section in recipe.rewards]
+    if recipe.environment_factory is not None:
+        rewards = given  # what an environment owns counts as given, and is known when it is built
+    else:
+        rewards, config = with_declared_rewards(parts.trainer_class(recipe), given, config)
+    names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[len(given) :]]
+    weights = config.reward_weights or [1.0] * len(rewards)
+    if len(weights) != len(rewards):
+        raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
+    scheduled = reward_schedules(config.reward_schedules)
+    told = []
+    for name, reward, weight in zip(names, rewards, weights, strict=True):
+        schedule = scheduled.get(reward_name(reward))
+        told.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
+    told[len(given) :] = [f"{one} (added by {recipe.trainer})" for one in told[len(given) :]]
+    return ", ".join(told)
+
+
+def _value(name: Any) -> str:
+    """What is written in a recipe, of an enumeration's member too."""
+    return str(getattr(name, "value", name))
 
 
 def _tokens(completions: int, limit: int | None) -> str:

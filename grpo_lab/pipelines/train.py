@@ -36,6 +36,7 @@ from grpo_lab.pipelines.run_folder import (
     write_run,
 )
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.rewards.schedules import Schedule
 
 console = Console()
 
@@ -91,7 +92,7 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     write_run(folder, {**record, "seconds": seconds, "finished": True})
     report = write_report(folder)
     if after is None:
-        console.print(f"report: {report}", soft_wrap=True)
+        console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
         terminal_summary(before, after, report=report, model_path=folder, seconds=sum(seconds.values()))
@@ -275,8 +276,16 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
 def _added(recipe: Recipe, trainer: Any) -> list[dict[str, Any]]:
     """Rewards in force beside the recipe's: those that a named trainer declares, or an environment owns."""
     names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
-    found = list(zip(names, weights, strict=True))[len(recipe.rewards) :]
-    return [asdict(RewardSection(name, weight)) for name, weight in found]
+    found = list(zip(names, trainer.reward_funcs, weights, strict=True))[len(recipe.rewards) :]
+    return [asdict(_section(name, reward, weight)) for name, reward, weight in found]
+
+
+def _section(name: str, reward: Any, weight: float) -> RewardSection:
+    """A reward that carries its own weight: what that comes to when its schedule is over, and the schedule."""
+    own = getattr(reward, "schedule", None)
+    if not isinstance(own, Schedule):
+        return RewardSection(name, weight)
+    return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:

@@ -135,6 +135,24 @@ def test_what_the_run_would_refuse(
     assert re.search(message, error, re.DOTALL), error
 
 
+@pytest.mark.parametrize(
+    ("changes", "rewards"),
+    [
+        ({"trainer": "KimiTrainer"}, "accuracy × 1, kimi_length_reward × 0.5 from step 100 on, 0 before (added by KimiTrainer)"),
+        ({"trainer": "R1ZeroTrainer"}, "accuracy × 1"),
+        ({"rewards": [{"name": "accuracy", "weight": 2}, {"name": "kimi_length", "weight": 0.5, "warmup_steps": 3}]},
+         "accuracy × 2, kimi_length × 0.5 from step 3 on, 0 before"),
+        ({"reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 9, "value": 0.25}}},
+         "accuracy × 0 to 0.25 over the steps 0 to 9 (linear)"),
+    ],
+)  # fmt: skip
+def test_the_rewards_in_force_are_listed(changes: dict[str, Any], rewards: str) -> None:
+    """Declared rewards were left out, and a warm-up was not said."""
+    facts = dry_run(recipe_from({**GOOD, **changes, "lr_scheduler_type": "constant", "optim": "sgd"}))
+    assert facts["rewards"] == rewards
+    assert facts["learning rate"].endswith(" (constant), sgd")  # was SchedulerType.CONSTANT, OptimizerNames.SGD
+
+
 def test_completions_beyond_the_context_are_told() -> None:
     facts = dry_run(recipe_from({**GOOD, "max_completion_length": 600}))
     assert "`max_completion_length`=600 a completion may run beyond the context of 512 tokens" in facts["context"]
