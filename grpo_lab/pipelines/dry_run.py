@@ -128,10 +128,9 @@ def _around(recipe: Recipe) -> dict[str, str]:
     """What the recipe says beside the training itself."""
     facts = {}
     if recipe.cold_start is not None:
-        from grpo_lab.trainer.settings.parse import refuse_unknown
-        from grpo_lab.trainer.supervised.cold_start import SFTConfig
+        from grpo_lab.trainer.supervised.cold_start import check_cold_start
 
-        refuse_unknown(recipe.cold_start.arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+        check_cold_start(dict(recipe.cold_start.arguments))
         facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
     if recipe.eval_dataset is not None:
         facts["evaluated on the way"] = _rows(recipe.eval_dataset, "eval_dataset")

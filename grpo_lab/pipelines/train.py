@@ -118,6 +118,10 @@ class Materials:
         check_columns(recipe, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
         parts.check_evaluation(recipe.evaluation)
+        if recipe.cold_start is not None:
+            from grpo_lab.trainer.supervised.cold_start import check_cold_start
+
+            check_cold_start(dict(recipe.cold_start.arguments))
         check_room(recipe, config, rows)
         return cls(rows, eval_rows, rewards, of_trainer)
 

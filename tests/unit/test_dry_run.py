@@ -109,6 +109,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"`cold_start`: the longest .* `cold_start\.max_length` is 1024, and the model's context .* is 64"),
     "a prompt that fills the context": (
         {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 tokens"),
+    "a misspelt schedule": ({"lr_scheduler_type": "cosin"}, "`lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
+    "a misspelt optimizer": ({"optim": "adamw_torch_fuse"}, "`optim` is 'adamw_torch_fuse'; did you mean 'adamw_torch_fused'"),
+    "a misspelt seed, below 0": ({"seed": -1}, "`seed` is -1; it must be a whole number from 0 to 4294967295"),
+    "a misspelt schedule of the cold start": (
+        {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
+        "`cold_start.lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
 }  # fmt: skip
 
@@ -151,6 +157,37 @@ def test_the_rewards_in_force_are_listed(changes: dict[str, Any], rewards: str) 
     facts = dry_run(recipe_from({**GOOD, **changes, "lr_scheduler_type": "constant", "optim": "sgd"}))
     assert facts["rewards"] == rewards
     assert facts["learning rate"].endswith(" (constant), sgd")  # was SchedulerType.CONSTANT, OptimizerNames.SGD
+
+
+def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    """transformers builds an empty tokenizer in its place: 0, and a run on no words at all."""
+    import shutil
+
+    from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+
+    bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    said = r"holds a model and no tokenizer \(tokenizer\.json"
+    with pytest.raises(ValueError, match=said):
+        dry_run(recipe_from({**GOOD, "model": {"path": str(bare)}}))
+    with pytest.raises(ValueError, match=said):
+        ModelSampler(str(bare), SamplingSettings(use_vllm=True))
+
+
+def test_a_run_without_evaluation_says_where_its_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from grpo_lab.pipelines.train import train
+
+    out = tmp_path / "o"
+    train(recipe_from({**GOOD, "use_cpu": True, "save_strategy": "no", "output_dir": str(out)}))
+    assert f"model: {out}\n" in capsys.readouterr().out
+
+
+def test_traceback_may_stand_after_the_command(tmp_path: Path) -> None:
+    """It was a setting that LabConfig does not have."""
+    for words in (["train", "--config", "no.yaml", "--traceback"], ["--traceback", "train", "--config", "no.yaml"]):
+        with pytest.raises(ValueError, match="no such file"):
+            main(words)
+    with pytest.raises(ValueError, match="nothing"):
+        main(["report", str(tmp_path / "nothing"), "--traceback"])
 
 
 def test_completions_beyond_the_context_are_told() -> None:
