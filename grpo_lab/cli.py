@@ -15,6 +15,8 @@ from grpo_lab.pipelines.named_objects import working_folder_on_path
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+TRACEBACK = "show the traceback of a user error or of Ctrl-C"
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3.
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     from grpo_lab import __version__
 
     parser.add_argument("--version", action="version", version=f"grpo-lab {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of a user error or of Ctrl-C")
+    parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_pipelines(commands)
     _add_measuring(commands)
@@ -68,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
     serve.add_arguments(server)
     server.set_defaults(run=_serve)
+    for command in commands.choices.values():  # after the command, too; SUPPRESS: its default is the one above
+        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
     return parser
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -162,7 +162,12 @@ class TransformersGenerator:
 
 def context_of(model: PreTrainedModel) -> int | None:
     """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return context_of_config(model.config)
+
+
+def context_of_config(config: PretrainedConfig) -> int | None:
+    """The same, of a model's configuration."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 

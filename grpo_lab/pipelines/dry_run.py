@@ -14,8 +14,11 @@ from rich.table import Table
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.context_room import check_room
 from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
+from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
+from grpo_lab.rewards.schedules import weight_in_words
 
 log = logging.getLogger(__name__)
 
@@ -63,21 +66,57 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "parameters": _parameters(recipe),
         "rows": _rows(recipe.data),
         "prompt template": recipe.data.template,
-        "rewards": ", ".join(f"{reward.name} × {reward.weight:g}" for reward in recipe.rewards),
+        "rewards": _rewards(recipe, config),
         "trainer": recipe.trainer,
         "algorithm": algorithm.describe(),
         "source": _source(algorithm.names.get("objective", "")),
         "groups per optimizer step": f"{per_step / config.num_generations:g} × {config.num_generations} completions",
         "completions per generation": str(config.generation_batch_size),
-        "tokens per step": f"at most {per_step * config.max_completion_length:,} generated",
+        "tokens per step": _tokens(per_step, config.max_completion_length),
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
-        "learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type}), {config.optim}",
+        "learning rate": f"{config.learning_rate:g} ({_value(config.lr_scheduler_type)}), {_value(config.optim)}",
         "processes": str(config.world_size),
         "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
     facts |= _around(recipe)
+    room = check_room(recipe, config, rows_here(recipe.data, "data"), here_only=True)
+    if room is not None:
+        facts["context"] = room
     facts["checked"] = _checked(recipe)
     return facts
+
+
+def _rewards(recipe: Recipe, config: Any) -> str:
+    """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
+    from grpo_lab.trainer.named_parts import with_declared_rewards
+    from grpo_lab.trainer.settings.schedules import reward_schedules
+    from grpo_lab.trainer.trl_bridge.rewards import reward_name
+
+    given = [parts.build_reward(section) for section in recipe.rewards]
+    if recipe.environment_factory is not None:
+        rewards = given  # what an environment owns counts as given, and is known when it is built
+    else:
+        rewards, config = with_declared_rewards(parts.trainer_class(recipe), given, config)
+    names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[len(given) :]]
+    weights = config.reward_weights or [1.0] * len(rewards)
+    if len(weights) != len(rewards):
+        raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
+    scheduled = reward_schedules(config.reward_schedules)
+    told = []
+    for name, reward, weight in zip(names, rewards, weights, strict=True):
+        schedule = scheduled.get(reward_name(reward))
+        told.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
+    told[len(given) :] = [f"{one} (added by {recipe.trainer})" for one in told[len(given) :]]
+    return ", ".join(told)
+
+
+def _value(name: Any) -> str:
+    """What is written in a recipe, of an enumeration's member too."""
+    return str(getattr(name, "value", name))
+
+
+def _tokens(completions: int, limit: int | None) -> str:
+    return "as many as the model writes" if limit is None else f"at most {completions * limit:,} generated"
 
 
 def _taken(folder: Path) -> str:
@@ -89,10 +128,9 @@ def _around(recipe: Recipe) -> dict[str, str]:
     """What the recipe says beside the training itself."""
     facts = {}
     if recipe.cold_start is not None:
-        from grpo_lab.trainer.settings.parse import refuse_unknown
-        from grpo_lab.trainer.supervised.cold_start import SFTConfig
+        from grpo_lab.trainer.supervised.cold_start import check_cold_start
 
-        refuse_unknown(recipe.cold_start.arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+        check_cold_start(dict(recipe.cold_start.arguments))
         facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
     if recipe.eval_dataset is not None:
         facts["evaluated on the way"] = _rows(recipe.eval_dataset, "eval_dataset")
@@ -123,8 +161,8 @@ def _checked(recipe: Recipe) -> str:
     """Build every part and, around a small stand-in model, the trainer itself: its own checks speak here."""
     rewards = [parts.build_reward(section) for section in recipe.rewards]
     of_trainer = parts.trainer_parts(recipe)
-    rows = _loaded(recipe.data, "data")
-    eval_rows = None if recipe.eval_dataset is None else _loaded(recipe.eval_dataset, "eval_dataset")
+    rows = rows_here(recipe.data, "data")
+    eval_rows = None if recipe.eval_dataset is None else rows_here(recipe.eval_dataset, "eval_dataset")
     parts.check_golds(rows, rewards) if rows is not None else None
     if rows is None or (recipe.eval_dataset is not None and eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
@@ -183,28 +221,11 @@ def _scorer(name: str) -> Any:
     return score
 
 
-def _loaded(section: Any, where: str) -> Any:
-    """The rows; None where they are on the hub and not here."""
-    try:
-        return parts.load_rows(section, where)
-    except (ValueError, OSError) as error:
-        if not _may_be_elsewhere(section, error):
-            raise
-        return None
-
-
-def _may_be_elsewhere(section: Any, error: Exception) -> bool:
-    source = section.arguments.get("source")
-    unknown = section.loader not in parts.LOADERS or isinstance(error.__cause__, TypeError)
-    here = section.loader in ("word_problems", "file") or (source is not None and parts.looks_local(str(source)))
-    return not (unknown or here or parts.is_local(source))
-
-
 def _rows(section: Any, where: str = "data") -> str:
     try:
         count = f"{len(parts.load_rows(section, where)):,}"
     except (ValueError, OSError) as error:
-        if not _may_be_elsewhere(section, error):
+        if not may_be_elsewhere(section, error):
             raise
         count = f"not loaded here ({str(error).splitlines()[0][:100]})"
     return f"{count} from {section.loader} {dict(section.arguments)}"

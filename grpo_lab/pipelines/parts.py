@@ -19,6 +19,7 @@ from grpo_lab.pipelines.recipe import (
     Recipe,
     RewardSection,
 )
+from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.pipelines.typed_settings import hints_of, typed
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     """The section's own tokenizer, or the model's."""
     from transformers import AutoTokenizer
 
+    refuse_no_tokenizer(str(section.tokenizer or section.path))
     with loading(str(section.tokenizer or section.path)):
         return AutoTokenizer.from_pretrained(section.tokenizer or section.path)
 

@@ -20,6 +20,7 @@ from grpo_lab.evaluation.generation import (
 )
 from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.recipe import require_whole
+from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ModelSampler:
 
         from grpo_lab.rollouts.engine import EngineOptions, engine_factory
 
+        refuse_no_tokenizer(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         config: Any = AutoConfig.from_pretrained(model)
         options = EngineOptions.from_mapping(self.settings.engine)

@@ -12,11 +12,9 @@ from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.loader_arguments import every_argument
 from grpo_lab.pipelines.recipe import EvaluationSection
+from grpo_lab.pipelines.tokenizer_files import holds_tokenizer, refuse_no_tokenizer
 
 log = logging.getLogger(__name__)
-
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""A folder that a tokenizer was saved to holds at least one of these."""
 
 
 def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
@@ -76,18 +74,13 @@ def _check_base(adapter: str, base: str) -> None:
 
 def _tokenizer_of(model: str, base: str | None) -> str:
     """Where the tokenizer is: ``model`` itself, or an adapter's base. ValueError for a folder that holds none."""
-    folder = Path(model)
-    if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER):
+    if not Path(model).is_dir() or holds_tokenizer(model):
         return model
     if base is not None:
         log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
         return base
-    if not (folder / "config.json").is_file():
-        return model  # no model at all: what is missing is said when it is loaded
-    raise ValueError(
-        f"{model!r} holds a model and no tokenizer ({', '.join(_TOKENIZER[:2])}, …); save one there "
-        "(`tokenizer.save_pretrained(folder)`), or give --tokenizer where the command has it"
-    )
+    refuse_no_tokenizer(model)
+    return model
 
 
 def evaluate_saved_model(

@@ -14,6 +14,7 @@ from rich.console import Console
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe, RewardSection
@@ -35,6 +36,7 @@ from grpo_lab.pipelines.run_folder import (
     write_run,
 )
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.rewards.schedules import Schedule
 
 console = Console()
 
@@ -67,7 +69,7 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     state = PartialState()
     if state.is_main_process:
         refuse_folder(recipe, overwrite, resume)
-    materials = Materials.of(recipe)  # a mistake in them leaves the folder as it was
+    materials = Materials.of(recipe, config)  # a mistake in them leaves the folder as it was
     if state.is_main_process:
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
@@ -90,7 +92,7 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     write_run(folder, {**record, "seconds": seconds, "finished": True})
     report = write_report(folder)
     if after is None:
-        console.print(f"report: {report}", soft_wrap=True)
+        console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
         terminal_summary(before, after, report=report, model_path=folder, seconds=sum(seconds.values()))
@@ -107,7 +109,7 @@ class Materials:
     of_trainer: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Materials:
+    def of(cls, recipe: Recipe, config: Any) -> Materials:
         """Raises ``ValueError`` for whatever cannot be loaded, or golds that cannot be read."""
         rewards = [parts.build_reward(section) for section in recipe.rewards]
         of_trainer = parts.trainer_parts(recipe)
@@ -116,6 +118,11 @@ class Materials:
         check_columns(recipe, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
         parts.check_evaluation(recipe.evaluation)
+        if recipe.cold_start is not None:
+            from grpo_lab.trainer.supervised.cold_start import check_cold_start
+
+            check_cold_start(dict(recipe.cold_start.arguments))
+        check_room(recipe, config, rows)
         return cls(rows, eval_rows, rewards, of_trainer)
 
 
@@ -243,7 +250,7 @@ def _evaluate(
         section,
         target,
         use_cpu=recipe.arguments.get("use_cpu", False),
-        max_new_tokens=int(recipe.arguments.get("max_completion_length", 512)),
+        max_new_tokens=evaluation_tokens(recipe),
         seed=int(recipe.arguments.get("seed", 42)),
     )
     seconds[f"evaluation_{which}"] = round(time.perf_counter() - began, 1)
@@ -273,8 +280,16 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
 def _added(recipe: Recipe, trainer: Any) -> list[dict[str, Any]]:
     """Rewards in force beside the recipe's: those that a named trainer declares, or an environment owns."""
     names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
-    found = list(zip(names, weights, strict=True))[len(recipe.rewards) :]
-    return [asdict(RewardSection(name, weight)) for name, weight in found]
+    found = list(zip(names, trainer.reward_funcs, weights, strict=True))[len(recipe.rewards) :]
+    return [asdict(_section(name, reward, weight)) for name, reward, weight in found]
+
+
+def _section(name: str, reward: Any, weight: float) -> RewardSection:
+    """A reward that carries its own weight: what that comes to when its schedule is over, and the schedule."""
+    own = getattr(reward, "schedule", None)
+    if not isinstance(own, Schedule):
+        return RewardSection(name, weight)
+    return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar
 
-__all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from"]
+__all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from", "weight_in_words"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class Schedule:
         return {"kind": self.kind, **asdict(self)}
 
     @property
+    def final(self) -> float:
+        """The weight when every change is over."""
+        return self.weight(sys.maxsize)
+
+    def in_words(self, factor: float = 1.0) -> str:
+        """``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
+        raise NotImplementedError
+
+    @property
     def is_constant(self) -> bool:
         """True where the weight does not depend on the step, so that no training progress is needed."""
         return False
@@ -71,6 +81,9 @@ class Constant(Schedule):
 
     def weight(self, step: int) -> float:
         return self.value
+
+    def in_words(self, factor: float = 1.0) -> str:
+        return f"{factor * self.value:g}"
 
     @property
     def is_constant(self) -> bool:
@@ -92,6 +105,10 @@ class Warmup(Schedule):
 
     def weight(self, step: int) -> float:
         return 0.0 if step < self.start else self.value
+
+    def in_words(self, factor: float = 1.0) -> str:
+        before = f" from step {self.start} on, 0 before" if self.start else ""
+        return f"{factor * self.value:g}{before}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,10 @@ class _Ramp(Schedule):
         if step >= self.end:
             return self.value
         return self.initial + (self.value - self.initial) * self.curve((step - self.start) / (self.end - self.start))
+
+    def in_words(self, factor: float = 1.0) -> str:
+        ends = f"{factor * self.initial:g} to {factor * self.value:g}"
+        return f"{ends} over the steps {self.start} to {self.end} ({self.kind})"
 
     def curve(self, progress: float) -> float:
         raise NotImplementedError
@@ -167,6 +188,9 @@ class Piecewise(Schedule):
     def weight(self, step: int) -> float:
         return next(value for at, value in reversed(self.points) if at <= step)
 
+    def in_words(self, factor: float = 1.0) -> str:
+        return ", ".join(f"{factor * value:g} from step {at} on" for at, value in self.points)
+
     @property
     def is_constant(self) -> bool:
         return len(self.points) == 1
@@ -201,6 +225,15 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
     if missing:
         raise ValueError(f"schedule {kind!r} needs {sorted(missing)}; got {dict(spec)}")
     return _KINDS[kind](**settings)
+
+
+def weight_in_words(reward: Any, factor: float) -> str:
+    """The weight in force over the steps: ``factor`` (``reward_weights``) times what the reward carries itself."""
+    own = getattr(reward, "schedule", None)
+    if isinstance(own, Schedule):
+        return own.in_words(factor)
+    weight_at = getattr(reward, "weight_at", None)
+    return f"{factor:g}" if weight_at is None else f"{factor * weight_at(0):g} at step 0, then as its `weight_at` says"
 
 
 def _nearest(name: object, known: Sequence[str] | Mapping[str, Any] | set[str]) -> str:

@@ -18,6 +18,7 @@ from grpo_lab.trainer.settings.algorithm import (
     trl_loss_type,
 )
 from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
+from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by, refuse_unknown
 from grpo_lab.trainer.settings.rollout import check_thinking, rollout_settings
 from grpo_lab.trainer.settings.sampler import check_sampler
@@ -111,6 +112,7 @@ class LabConfig(GRPOConfig):
         return config
 
     def __post_init__(self) -> None:
+        check_choices(vars(self))
         check_batch_sizes(self)
         super().__post_init__()
         self.agree()

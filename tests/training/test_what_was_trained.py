@@ -123,4 +123,6 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
     made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
     (added,) = _added(recipe_from(written), made)
-    assert (added["name"], added["weight"]) == ("kimi_length_reward", 1.0)
+    assert (added["name"], added["weight"]) == ("kimi_length_reward", 0.5)  # it said 1, TRL's outer factor
+    assert added["arguments"] == {"schedule": {"kind": "warmup", "start": 100, "value": 0.5}}
+    assert "kimi_length_reward × 0.5 from step 100 on, 0 before" in card_of(made)

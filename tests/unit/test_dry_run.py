@@ -97,6 +97,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
     "a reward that reads a column that no row has": ({"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
+    "an evaluation without room": (
+        {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
+        r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is 512.*`max_completion_length` \(no"),
+    "an evaluation's own tokens without room": (
+        {"evaluation": {"data": GOOD["data"], "max_new_tokens": 512}}, r"is 512\. Lower.*setting is `evaluation\.max_new_tokens`"),
+    "an evaluation without a limit": (
+        {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is null.*`evaluation\.max_new"),
+    "a cold start beyond the context": (
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 64}}, "cold_start": {"data": {**GOOD["data"], "split": "cold_start"}}},
+        r"`cold_start`: the longest .* `cold_start\.max_length` is 1024, and the model's context .* is 64"),
+    "a prompt that fills the context": (
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 tokens"),
+    "a misspelt schedule": ({"lr_scheduler_type": "cosin"}, "`lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
+    "a misspelt optimizer": ({"optim": "adamw_torch_fuse"}, "`optim` is 'adamw_torch_fuse'; did you mean 'adamw_torch_fused'"),
+    "a misspelt seed, below 0": ({"seed": -1}, "`seed` is -1; it must be a whole number from 0 to 4294967295"),
+    "a misspelt schedule of the cold start": (
+        {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
+        "`cold_start.lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
 }  # fmt: skip
 
@@ -121,6 +139,72 @@ def test_what_the_run_would_refuse(
     assert main(["train", "--config", str(file), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL), error
+
+
+@pytest.mark.parametrize(
+    ("changes", "rewards"),
+    [
+        ({"trainer": "KimiTrainer"}, "accuracy × 1, kimi_length_reward × 0.5 from step 100 on, 0 before (added by KimiTrainer)"),
+        ({"trainer": "R1ZeroTrainer"}, "accuracy × 1"),
+        ({"rewards": [{"name": "accuracy", "weight": 2}, {"name": "kimi_length", "weight": 0.5, "warmup_steps": 3}]},
+         "accuracy × 2, kimi_length × 0.5 from step 3 on, 0 before"),
+        ({"reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 9, "value": 0.25}}},
+         "accuracy × 0 to 0.25 over the steps 0 to 9 (linear)"),
+    ],
+)  # fmt: skip
+def test_the_rewards_in_force_are_listed(changes: dict[str, Any], rewards: str) -> None:
+    """Declared rewards were left out, and a warm-up was not said."""
+    facts = dry_run(recipe_from({**GOOD, **changes, "lr_scheduler_type": "constant", "optim": "sgd"}))
+    assert facts["rewards"] == rewards
+    assert facts["learning rate"].endswith(" (constant), sgd")  # was SchedulerType.CONSTANT, OptimizerNames.SGD
+
+
+def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    """transformers builds an empty tokenizer in its place: 0, and a run on no words at all."""
+    import shutil
+
+    from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+
+    bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    said = r"holds a model and no tokenizer \(tokenizer\.json"
+    with pytest.raises(ValueError, match=said):
+        dry_run(recipe_from({**GOOD, "model": {"path": str(bare)}}))
+    with pytest.raises(ValueError, match=said):
+        ModelSampler(str(bare), SamplingSettings(use_vllm=True))
+
+
+def test_a_run_without_evaluation_says_where_its_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from grpo_lab.pipelines.train import train
+
+    out = tmp_path / "o"
+    train(recipe_from({**GOOD, "use_cpu": True, "save_strategy": "no", "output_dir": str(out)}))
+    assert f"model: {out}\n" in capsys.readouterr().out
+
+
+def test_traceback_may_stand_after_the_command(tmp_path: Path) -> None:
+    """It was a setting that LabConfig does not have."""
+    for words in (["train", "--config", "no.yaml", "--traceback"], ["--traceback", "train", "--config", "no.yaml"]):
+        with pytest.raises(ValueError, match="no such file"):
+            main(words)
+    with pytest.raises(ValueError, match="nothing"):
+        main(["report", str(tmp_path / "nothing"), "--traceback"])
+
+
+def test_completions_beyond_the_context_are_told() -> None:
+    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 600}))
+    assert "`max_completion_length`=600 a completion may run beyond the context of 512 tokens" in facts["context"]
+    assert dry_run(recipe_from(GOOD))["context"] == "512 tokens"
+
+
+def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
+    """It was the first evaluation's error, when the cold start was over."""
+    from grpo_lab.pipelines.train import train
+
+    written = {**GOOD, "use_cpu": True, "max_completion_length": 600, "evaluation": {"data": GOOD["data"]}}
+    cold = {"data": {**GOOD["data"], "split": "cold_start"}, "max_steps": 1}
+    with pytest.raises(ValueError, match="`evaluation`: the shortest prompt"):
+        train(recipe_from({**written, "cold_start": cold, "output_dir": str(tmp_path / "o")}))
+    assert not (tmp_path / "o").exists()
 
 
 def test_the_real_configuration_is_left_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,3 +102,16 @@ def test_bad_settings_are_refused_with_the_reason(spec: object, says: str) -> No
 def test_bad_steps_are_refused(step: object) -> None:
     with pytest.raises(ValueError, match="finished optimizer steps"):
         Constant(1.0)(step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (0.25, "0.5"),
+        ({"kind": "warmup", "start": 0, "value": 0.5}, "1"),
+        ({"kind": "cosine", "start": 2, "end": 4, "initial": 0.5, "value": 1}, "1 to 2 over the steps 2 to 4 (cosine)"),
+        ({"kind": "piecewise", "points": [[0, 1], [5, 0.5]]}, "2 from step 0 on, 1 from step 5 on"),
+    ],
+)
+def test_in_words(spec: Any, words: str) -> None:
+    assert schedule_from(spec).in_words(2.0) == words

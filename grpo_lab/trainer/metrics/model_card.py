@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_lab.objectives import PRESETS
+from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.settings.schedules import reward_schedules
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -50,13 +52,21 @@ def _facts(trainer: GRPOTrainer) -> str:
         rows.append(("source of the objective", preset.source))
     if trainer.algorithm.left_to_trl is not None:
         rows.append(("why the loss is TRL's", trainer.algorithm.left_to_trl))
-    weights = trainer.reward_weights.tolist()
-    rewards = zip(trainer.reward_func_names, weights, strict=True)
-    rows.append(("rewards", ", ".join(f"{name} × {weight:g}" for name, weight in rewards)))
+    rows.append(("rewards", ", ".join(f"{name} × {weight}" for name, weight in _weights(trainer))))
     rows.append(("trainer class", type(trainer).__name__))
     return "\n".join(
         ["### What was trained", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
     )
+
+
+def _weights(trainer: GRPOTrainer) -> list[tuple[str, str]]:
+    """Every reward with the weight in force over the steps: the trainer's, a schedule's, the reward's own."""
+    scheduled = reward_schedules(getattr(trainer.args, "reward_schedules", None))
+    rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
+    return [
+        (name, scheduled[name].in_words() if name in scheduled else weight_in_words(reward, weight))
+        for name, reward, weight in rewards
+    ]
 
 
 __all__ = ["in_our_words"]

@@ -8,7 +8,14 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.parse import refuse_unknown
+
+
+def check_cold_start(arguments: dict[str, Any]) -> None:
+    """``ValueError`` for a setting that ``trl.SFTConfig`` does not have, or a name that its setting does not know."""
+    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
+    check_choices(arguments, "cold_start")
 
 
 def cold_start(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
+from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.parse import refuse_unknown
 
 Method = Literal["dpo", "simpo"]
@@ -44,6 +45,7 @@ def prefer(
         raise ValueError(f"pairs have no column {missing[0]!r}; they have {pairs.column_names}")
     config, trainer_class = _trl(method)
     refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
+    check_choices(arguments, "training")
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0} if method == "simpo" else {}
     settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **fixed, **arguments}
     if method == "simpo":
@@ -70,6 +72,7 @@ def check_training(method: str, arguments: dict[str, Any]) -> None:
     else:
         config, _ = _trl("dpo" if method == "dpo" else "simpo")
     refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
+    check_choices(arguments, "training")
 
 
 def _trl(method: Method) -> tuple[Any, Any]:

@@ -1,0 +1,155 @@
+"""Room in the model's context, looked at before the first stage: prompts, completions, worked solutions.
+
+Tokens are counted as each stage counts them, with the recipe's own tokenizer; rows too short to matter are not tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.evaluation.generation import context_of_config, render_prompt, too_long
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.recipe import ColdStartSection, ModelSection, Recipe
+from grpo_lab.pipelines.rows_here import rows_here
+
+EVALUATION_TOKENS = 512
+"""Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
+SFT_MAX_LENGTH = 1024
+"""TRL's ``SFTConfig.max_length`` where the cold start does not say."""
+
+
+def evaluation_tokens(recipe: Recipe) -> int:
+    """New tokens of an evaluation: ``evaluation.max_new_tokens``, else the training's ``max_completion_length``."""
+    if recipe.evaluation is not None and recipe.evaluation.max_new_tokens is not None:
+        return recipe.evaluation.max_new_tokens
+    written = recipe.arguments.get("max_completion_length", EVALUATION_TOKENS)
+    if written is None:
+        raise ValueError("`max_completion_length` is null: the evaluation needs a limit, `evaluation.max_new_tokens`")
+    return int(written)
+
+
+def check_room(recipe: Recipe, config: Any, rows: Any, here_only: bool = False) -> str | None:
+    """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its context.
+
+    Args:
+        rows: the training's, None where they are not here.
+        here_only: look at nothing that may have to be fetched (a dry run).
+
+    Returns:
+        The context in words, with a warning where completions may run beyond it; None where it is not known here.
+
+    Raises:
+        ValueError: names the setting, the tokens and the context.
+    """
+    load = rows_here if here_only else parts.load_rows
+    held_out = None
+    if recipe.evaluation is not None:
+        evaluation_tokens(recipe)
+        held_out = load(recipe.evaluation.data, "evaluation.data")
+    known = _tokenizer_and_config(recipe.model, here_only)
+    if known is None or (recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments):
+        return None
+    words, model = known
+    context = context_of_config(model)
+    if context is None:
+        return "no limit"
+    if held_out is not None:
+        _check_evaluation(recipe, held_out["prompt"], words, context)
+    if recipe.cold_start is not None:
+        _check_cold_start(recipe.cold_start, words, context, load)
+    looked_at = rows is not None and not _prompts_are_made(recipe, rows)
+    risk = _of_training(config, rows, words, model) if looked_at else None
+    return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
+
+
+def _tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
+    """The model's tokenizer and its configuration; None for a hub name, ``here_only``."""
+    from transformers import AutoConfig
+
+    if section.tiny is not None:
+        model, words = parts.load_model(section, seed=0)
+        return words, model.config
+    path = str(section.path)
+    named = [name for name in (section.path, section.tokenizer) if name is not None]
+    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(parts.is_local(n) for n in named)):
+        return None
+    with parts.loading(path):
+        config = AutoConfig.from_pretrained(path)
+    return parts.load_tokenizer(section), config
+
+
+def _check_evaluation(recipe: Recipe, prompts: Sequence[Any], words: Any, context: int) -> None:
+    """At least one prompt must fit: those that do not are left out by the evaluation, and all of them end it."""
+    new = evaluation_tokens(recipe)
+    shortest: int | None = None
+    for prompt in sorted(prompts, key=_bytes):
+        tokens = len(render_prompt(prompt, words).ids)
+        if tokens + new <= context:
+            return
+        shortest = tokens if shortest is None else min(shortest, tokens)
+    assert recipe.evaluation is not None
+    own = recipe.evaluation.max_new_tokens is not None
+    setting = "`evaluation.max_new_tokens`" if own else "`max_completion_length` (no `evaluation.max_new_tokens`)"
+    if shortest is not None:
+        raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
+
+
+def _check_cold_start(section: ColdStartSection, words: Any, context: int, load: Callable[..., Any]) -> None:
+    """Prompt and worked solution, cut at ``cold_start.max_length``, must fit in the context."""
+    limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
+    if limit is not None and int(limit) <= context:
+        return
+    rows = load(section.data, "cold_start.data")
+    if rows is None or "worked_solution" not in rows.column_names:  # the latter is refused by the cold start
+        return
+    whole = (_whole(row["prompt"], row["worked_solution"]) for row in rows)
+    longest = _longest(whole, words, context)
+    if longest > context:
+        raise ValueError(
+            f"`cold_start`: the longest prompt with its worked solution has {longest} tokens, `cold_start.max_length` is {limit}, "
+            f"and the model's context (max_position_embeddings) is {context}: set `cold_start.max_length` to at most "
+            f"{context} (longer rows are cut), or leave such rows out"
+        )
+
+
+def _whole(prompt: Any, solution: str) -> Any:
+    return prompt + solution if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": solution}]
+
+
+def _prompts_are_made(recipe: Recipe, rows: Any) -> bool:
+    """Whether the model is given something else than the rows' prompts: images, an environment, a team's own tokens."""
+    from grpo_lab import LabTrainer
+
+    own = parts.trainer_class(recipe)._tokenize_prompts is not LabTrainer._tokenize_prompts
+    images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
+    return own or images or recipe.environment_factory is not None or bool(recipe.tools)
+
+
+def _of_training(config: Any, rows: Any, words: Any, model: Any) -> str | None:
+    """A warning where a completion may run beyond the context; ``ValueError`` where a prompt fills it."""
+    from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
+
+    limit, context = completion_limit(config), context_of_config(model)
+    assert context is not None
+    longest = _longest(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
+    return check_prompt_lengths([longest], model, limit)
+
+
+def _longest(
+    prompts: Iterable[Any], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int:
+    """Tokens of the longest prompt, 0 where none can have more than ``limit``: a token stands for at least one byte."""
+    longest, added = 0, None
+    for prompt in prompts:
+        if added is None or _bytes(prompt) + added > limit:
+            tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
+            added = tokens if added is None else added  # what the template adds, and no less
+            longest = max(longest, tokens)
+    return longest
+
+
+def _bytes(prompt: Any) -> int:
+    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    return sum(len(text.encode()) for text in texts)
