@@ -18,7 +18,7 @@ from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.in_words import section_of
 from grpo_lab.pipelines.interruption import Interrupted, Termination
-from grpo_lab.pipelines.recipe import Recipe, RewardSection
+from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import (
     AtTheEnd,
     StopAtTheEnd,
