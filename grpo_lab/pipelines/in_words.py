@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from grpo_lab.pipelines.recipe import DataSection, RewardSection
+from grpo_lab.rewards.schedules import Schedule
 
 
 def told(settings: Any) -> str:
@@ -24,3 +25,11 @@ def told(settings: Any) -> str:
         pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
         return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
     return str(settings)
+
+
+def section_of(name: str, reward: Any, weight: float) -> RewardSection:
+    """A reward that carries its own weight: what that comes to when its schedule is over, and the schedule."""
+    own = getattr(reward, "schedule", None)
+    if not isinstance(own, Schedule):
+        return RewardSection(name, weight)
+    return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})

@@ -16,8 +16,9 @@ from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
+from grpo_lab.pipelines.in_words import section_of
 from grpo_lab.pipelines.interruption import Interrupted, Termination
-from grpo_lab.pipelines.recipe import Recipe, RewardSection
+from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import (
     AtTheEnd,
     StopAtTheEnd,
@@ -36,7 +37,6 @@ from grpo_lab.pipelines.run_folder import (
     write_run,
 )
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
-from grpo_lab.rewards.schedules import Schedule
 
 console = Console()
 
@@ -281,15 +281,7 @@ def _added(recipe: Recipe, trainer: Any) -> list[dict[str, Any]]:
     """Rewards in force beside the recipe's: those that a named trainer declares, or an environment owns."""
     names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
     found = list(zip(names, trainer.reward_funcs, weights, strict=True))[len(recipe.rewards) :]
-    return [asdict(_section(name, reward, weight)) for name, reward, weight in found]
-
-
-def _section(name: str, reward: Any, weight: float) -> RewardSection:
-    """A reward that carries its own weight: what that comes to when its schedule is over, and the schedule."""
-    own = getattr(reward, "schedule", None)
-    if not isinstance(own, Schedule):
-        return RewardSection(name, weight)
-    return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})
+    return [asdict(section_of(name, reward, weight)) for name, reward, weight in found]
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
