@@ -44,7 +44,7 @@ def kimi(rows: list[dict[str, Any]], weight: float) -> list[float | None]:
 def differing(values: list[float | None], table: list[float | None]) -> int:
     """How many entries are not the same number; the table is kept in float32 (entries of size 1 at most)."""
     return sum(
-        value != pytest.approx(truth, rel=0, abs=two_walks(torch.float32, 4))
+        value != pytest.approx(truth, abs=two_walks(torch.float32, 4))
         for value, truth in zip(values, table, strict=True)
     )
 
