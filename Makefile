@@ -35,7 +35,8 @@ test: setup lint types  ## lint, types and the whole suite
 
 # Another CPU adds in another order. torch's kernels for older ones are on every x86 machine; elsewhere the setting changes nothing.
 NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py tests/conformance \
-	$(addprefix tests/parity/test_,presets.py exact_update.py bf16.py log_probs_at_generation.py position_limit.py) \
+	$(addprefix tests/parity/test_,presets.py exact_update.py bf16.py log_probs_at_generation.py position_limit.py drop_in.py) \
+	tests/training/test_own_token_loss.py tests/unit/test_model_conditions.py \
 	$(addprefix tests/unit/test_,advantages.py aggregation.py kl.py masked.py objective.py ratios.py surrogates.py update_plan_exact.py)
 
 test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part of `make test`)

@@ -64,4 +64,15 @@ def movement_gap(
     return held + log_prob_gap(dtype, nats, width) * math.sqrt(steps * (steps + 1) * (2 * steps + 1) / 6)
 
 
-__all__ = ["log_prob_gap", "loss_gap", "movement_gap", "sum_gap", "two_walks", "unit_roundoff"]
+def metric_gap(
+    dtype: torch.dtype, steps: int, additions: int = 0, size: float = 1.0, nats: float = 6.0, width: int = 32
+) -> float:
+    """A logged mean (loss, entropy, gradient norm, KL) of terms of size ``size``, relative to that size.
+
+    Step k's gradient is off by its own log-probs' error and by what the k − 1 steps before left (``movement_gap``): at most ``steps``
+    errors. On top of that a sum over ``additions`` numbers.
+    """
+    return size * (steps * log_prob_gap(dtype, nats, width) + two_walks(dtype, additions))
+
+
+__all__ = ["log_prob_gap", "loss_gap", "metric_gap", "movement_gap", "sum_gap", "two_walks", "unit_roundoff"]

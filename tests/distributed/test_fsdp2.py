@@ -7,11 +7,14 @@ are all in the comparison.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distributed.cases import SHARDED, Case
 from distributed.launch import World
-from distributed.test_ranks import relative_difference
+from distributed.test_ranks import FEW, first_weights, logged_gaps, relative_difference, rounding
+from parity.harness import ONE_ROW_IN_A_HUNDRED
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 cases = pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
@@ -25,22 +28,27 @@ def test_each_rank_holds_half_of_the_parameters(sharded_world: World) -> None:
 
 
 @cases
-def test_same_weights_as_one_process(case: Case, sharded_world: World, worlds: dict[int, World]) -> None:
+def test_same_weights_as_one_process(
+    case: Case, sharded_world: World, worlds: dict[int, World], tiny_folder: Path
+) -> None:
     found, expected = sharded_world.weights(case.name), worlds[1].weights(case.name)
     assert set(found) == set(expected)
     difference = relative_difference(found, expected)
     print(f"{case.name}, fsdp2 on 2 ranks: weights differ by {difference:.1e} relative")
-    assert difference <= 1e-6
+    start = first_weights(tiny_folder)
+    bound = rounding(expected, start, case.args.get("max_steps", 4))
+    assert difference / relative_difference(start, expected) <= bound < ONE_ROW_IN_A_HUNDRED
 
 
 @cases
 def test_same_losses_and_gradient_norms(case: Case, sharded_world: World, worlds: dict[int, World]) -> None:
+    loss, relative = logged_gaps(case)
     for one, sharded in zip(worlds[1].steps(case.name), sharded_world.steps(case.name), strict=True):
-        assert sharded["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
-        assert sharded["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4, abs=1e-7)
+        assert sharded["loss"] == pytest.approx(one["loss"], rel=0, abs=loss)
+        assert sharded["grad_norm"] == pytest.approx(one["grad_norm"], rel=relative)
         assert ("reward" in sharded) == ("reward" in one)  # a reused batch logs none
         if "reward" in one:
-            assert sharded["reward"] == pytest.approx(one["reward"], rel=1e-5)
+            assert sharded["reward"] == pytest.approx(one["reward"], rel=FEW, abs=FEW)
 
 
 def test_group_rewards_are_those_of_one_process(sharded_world: World, worlds: dict[int, World]) -> None:

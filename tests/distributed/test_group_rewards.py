@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distributed.cases import WORLDS
 from distributed.launch import World
 from grpo_lab.rewards import kimi_length_reward
+from tolerance import two_walks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 SPREAD = ("group-split", "group-scattered")
@@ -40,8 +42,11 @@ def kimi(rows: list[dict[str, Any]], weight: float) -> list[float | None]:
 
 
 def differing(values: list[float | None], table: list[float | None]) -> int:
-    """How many entries are not the same number; the table is kept in float32."""
-    return sum(value != pytest.approx(truth, abs=1e-6) for value, truth in zip(values, table, strict=True))
+    """How many entries are not the same number; the table is kept in float32 (entries of size 1 at most)."""
+    return sum(
+        value != pytest.approx(truth, abs=two_walks(torch.float32, 4))
+        for value, truth in zip(values, table, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", SPREAD)
@@ -116,4 +121,8 @@ def test_stock_trl_agrees_while_groups_are_whole(worlds: dict[int, World]) -> No
     assert any(expected)
     for processes in WORLDS:
         assert [rank["error"] for rank in worlds[processes].report("stock-group-whole")["ranks"]] == [None] * processes
-        assert [row[name] for row in worlds[processes].steps("stock-group-whole")] == pytest.approx(expected, rel=1e-6)
+        assert [row[name] for row in worlds[processes].steps("stock-group-whole")] == pytest.approx(
+            expected,
+            rel=0,
+            abs=two_walks(torch.float32, 16),  # a mean of 16 values within [−0.25, 0.25]
+        )

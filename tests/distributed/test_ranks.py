@@ -14,6 +14,8 @@ import torch
 
 from distributed.cases import OBJECTIVES, TRAINED, Case
 from distributed.launch import World
+from parity.harness import ONE_ROW_IN_A_HUNDRED
+from tolerance import loss_gap, metric_gap, movement_gap, two_walks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 SEVERAL = (2, 4)
@@ -24,6 +26,33 @@ def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     gap = sum((ours[name].double() - value.double()).square().sum().item() for name, value in theirs.items())
     size = sum(value.double().square().sum().item() for value in theirs.values())
     return float((gap / size) ** 0.5)
+
+
+def rounding(expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor], steps: int) -> float:
+    """What another order of float32 sums may make of two trainings, relative to the movement: ranks add the gradients of other rows."""
+    return movement_gap(torch.float32, 1.0, relative_difference(start, expected), steps)
+
+
+def first_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def logged_gaps(case: Case) -> tuple[float, float]:
+    """Absolute for losses, relative for gradient norms and entropies, for terms of float32 over at most 16 rows of 30 tokens.
+
+    The mean |Â| is at most 1 (rewards within [−1, 1], or a z-score); a term of CISPO is w·|Â|·|log π|, 6 nats. An entropy and a
+    norm are sums over the vocabulary and the largest tensor: 747 · 32 numbers, and half of it, for the root.
+    """
+    steps = case.args.get("max_steps", 4)
+    terms = 6.0 if case.name == "cispo" else 1.0
+    loss = loss_gap(torch.float32, terms, additions=16 * 30, steps=steps)
+    return loss, metric_gap(torch.float32, steps) + two_walks(torch.float32, 747 * 32) / 2
+
+
+#: means of exact values (rewards, lengths, shares) of at most 16 rows, of size 1 or relative to it
+FEW = two_walks(torch.float32, 16)
 
 
 def dead_rows(world: World, case: Case) -> list[list[bool]]:
@@ -39,21 +68,20 @@ def dead_rows(world: World, case: Case) -> list[list[bool]]:
 @cases
 @pytest.mark.parametrize("processes", SEVERAL)
 def test_same_weights(case: Case, processes: int, worlds: dict[int, World], tiny_folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     assert worlds[1].report(case.name)["world"] == 1
     assert worlds[processes].report(case.name)["world"] == processes
     steps = case.args.get("max_steps", 4)
     assert len(worlds[1].steps(case.name)) == len(worlds[processes].steps(case.name)) == steps
     found, expected = worlds[processes].weights(case.name), worlds[1].weights(case.name)
     difference = relative_difference(found, expected)
-    start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
+    start = first_weights(tiny_folder)
     moved = relative_difference(expected, start)
     print(
         f"{case.name}, {processes} ranks: weights differ by {difference:.1e} relative; training moved them {moved:.1e}"
     )
-    assert moved > 3e-4, "hardly trained: nothing was compared"
-    assert difference <= 1e-6
+    bound = rounding(expected, start, steps)
+    assert bound < ONE_ROW_IN_A_HUNDRED, "hardly trained: rounding hides what was to be compared"
+    assert difference / moved <= bound
 
 
 @pytest.mark.parametrize("processes", SEVERAL)
@@ -63,9 +91,12 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be compared."""
     names = [f"two-steps-a-generation-{update}" for update in ("exact", "off", "stock")]
     exact, off, stock = (worlds[processes].weights(name) for name in names)
-    assert relative_difference(exact, stock) <= 1e-6, "stock TRL in the same world"
-    assert relative_difference(off, stock) <= 1e-6
-    assert relative_difference(worlds[1].weights(names[0]), stock) > 1e-5, "then it could join the cases above"
+    start = first_weights(tiny_folder)
+    moved, bound = relative_difference(start, stock), rounding(stock, start, steps=4)
+    assert relative_difference(exact, stock) / moved <= bound, "stock TRL in the same world"
+    assert relative_difference(off, stock) / moved <= bound
+    other = relative_difference(worlds[1].weights(names[0]), stock) / moved
+    assert other > 10 * bound, "then it could join the cases above"
     assert all(row["update/computed_share"] < 1 for row in worlds[processes].steps(names[0]))
     assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
 
@@ -74,29 +105,31 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
 @pytest.mark.parametrize("processes", SEVERAL)
 def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[int, World]) -> None:
     """Means are (sum, count) pairs over ranks, so one process and several log the same numbers."""
+    loss, relative = logged_gaps(case)
     for one, several in zip(worlds[1].steps(case.name), worlds[processes].steps(case.name), strict=True):
         of_generation = ("reward", "reward_std", "groups/dead_share", "completions/mean_length")
-        assert several["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
-        assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4, abs=1e-7)
+        assert several["loss"] == pytest.approx(one["loss"], rel=0, abs=loss)
+        assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=relative)
         assert [name in several for name in of_generation] == [name in one for name in of_generation]
         for name in (name for name in of_generation if name in one):  # a reused batch logs none of them
-            assert several[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), name
+            assert several[name] == pytest.approx(one[name], rel=FEW, abs=FEW), name
         if "objective" in case.args:  # TRL's own definition averages micro-batch means, and those differ
             if case.exact and not one["update/live_share"]:
                 assert not several["update/live_share"]
             else:
-                assert several["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
+                assert several["entropy"] == pytest.approx(one["entropy"], rel=relative)
         if case.exact:
-            assert several["update/live_share"] == pytest.approx(one["update/live_share"], rel=1e-6)
+            assert several["update/live_share"] == pytest.approx(one["update/live_share"], rel=FEW)
 
 
 @pytest.mark.parametrize("processes", SEVERAL)
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
 def test_advantages_are_of_whole_groups(name: str, processes: int, worlds: dict[int, World]) -> None:
-    """The middle group lies on two ranks, or all groups do; advantages are those of one process."""
+    """The middle group lies on two ranks, or all groups do; advantages are those of one process, to the bit on any CPU: every rank
+    computes them from the same whole table, with the same shapes."""
     one, several = (worlds[n].report(name)["advantages"] for n in (1, processes))
     assert len(one) == 12
-    assert several == pytest.approx(one, rel=1e-6)
+    assert several == one
 
 
 def test_every_objective_and_no_search_for_unused_parameters(worlds: dict[int, World]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
 from distributed.test_real_run import check, logged, run
 from distributed.test_real_run import start as start
+from grpo_lab.rollouts.proof import tolerance_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -27,4 +29,4 @@ def test_trains_with_an_engine_on_every_rank(kind: str, start: Path, tmp_path: P
     check(tmp_path, start)
     gaps = [row["rollout/sync_gap"] for row in logged(tmp_path) if "rollout/sync_gap" in row]
     assert len(gaps) == 4, output[-2000:]
-    assert max(gaps) < 1e-4
+    assert max(gaps) < tolerance_for(torch.float32), "the library's own bound for two engines' float32 kernels"

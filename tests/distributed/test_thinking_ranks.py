@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from rollouts.thinking_oracle import Step, check_budget_is_obeyed, difference, oracle
+from tolerance import log_prob_gap
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -29,8 +30,10 @@ def test_rows_go_on_on_one_rank_only(kind: str, tiny_folder: Path, tmp_path: Pat
             model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64).eval()
             model.load_state_dict(first["weights"])
             step = Step(first["aggregation"], model, first["batches"] + second["batches"])
-            assert difference(first["gradient"], second["gradient"]) == 0.0
-            assert difference(first["gradient"], oracle(step, tokenizer, 8)) < 5e-6, step.aggregation
+            assert difference(first["gradient"], second["gradient"]) == 0.0, "all-reduce: one sum, handed to both"
+            #: a float32 gradient is off by what the log-probs of its tokens are off, relative to itself
+            bound = log_prob_gap(torch.float32, nats=6.0, width=32)
+            assert difference(first["gradient"], oracle(step, tokenizer, 8)) <= bound, step.aggregation
     assert 0 in cuts, "both ranks had rows to cut: nothing was proven"
     shares = [row["rollout/cut_share"] for row in ranks[0]["history"] if "rollout/cut_share" in row]
     assert shares == pytest.approx([(a + b) / 12 for a, b in zip(cuts[::2], cuts[1::2], strict=True)])

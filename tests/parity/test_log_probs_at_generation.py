@@ -13,8 +13,8 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import LabConfig
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.update import live_rows
-from parity.harness import arguments, mixed_reward, movement_difference, train
-from tolerance import log_prob_gap
+from parity.harness import arguments, assert_same_movement, mixed_reward, movement_difference, train
+from tolerance import log_prob_gap, loss_gap
 
 TWICE = {"num_iterations": 2, "max_steps": 2, "loss_type": "dr_grpo", "scale_rewards": "none"}
 
@@ -166,8 +166,13 @@ def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder
 
     settings = arguments(tmp_path, **TWICE)
     ours, stock = (train(Team, LabConfig(**settings, update=update), tiny_folder) for update in (None, "off"))
-    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-7)
-    assert movement_difference(ours, stock) <= 1e-5
+    bound = loss_gap(
+        torch.float32, terms=1.5, additions=12 * 30, steps=len(stock.losses)
+    )  # mean |Â| ≤ 1, and 0.5 on top
+    assert ours.losses == pytest.approx(stock.losses, rel=0, abs=bound)
+    assert_same_movement(ours, stock)
+    without = train(LabTrainer, LabConfig(**settings, update=None), tiny_folder)
+    assert movement_difference(without, stock) > 0.1, "rows of dead groups weigh nothing here: nothing was proven"
 
 
 def test_kl_in_the_reward_leaves_an_on_policy_ratio_at_one(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer.step.exact_update import verdict
-from parity.harness import movement_difference
+from parity.harness import assert_same_movement
 from parity.stock_like import Case, metric_differences, run
 from parity.tiny_vlm import SIDE
 
@@ -50,7 +50,7 @@ def test_text_and_images_in_one_optimizer_step(models: dict[str, Path], tmp_path
     stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path / "stock")
     ours = run(LabTrainer, LabConfig, case, models, tmp_path / "ours")
     assert metric_differences(ours, stock) == []
-    assert movement_difference(ours, stock) <= 1e-4
+    assert_same_movement(ours, stock)
 
 
 @pytest.mark.slow

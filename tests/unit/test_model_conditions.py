@@ -41,7 +41,7 @@ from grpo_lab.trainer.step.model_conditions import (
     padding_reaches_state,
     router_noise,
 )
-from parity.harness import arguments, movement_difference, train
+from parity.harness import arguments, assert_same_movement, train
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -227,7 +227,7 @@ def test_a_recurrent_model_keeps_trls_batches_and_equals_stock(
     settings = arguments(tmp_path / "out", max_steps=2, learning_rate=1e-2)
     stock = train(GRPOTrainer, GRPOConfig(**settings, loss_type="dr_grpo", scale_rewards="none"), folder)
     ours = train(LabTrainer, LabConfig(**settings, objective="dr_grpo"), folder)
-    assert movement_difference(ours, stock) <= 1e-4
+    assert_same_movement(ours, stock)
     assert caplog.text.count("carries a recurrent state through padding") == 1
 
 
