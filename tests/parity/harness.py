@@ -128,7 +128,9 @@ def movement_bound(stock: Run) -> float:
         change = (value.double() - stock.start[name].double()).square().sum().item()
         weights += value.double().square().sum().item() if change else 0.0
         moved += change
-    steps = max(stock.trainer.state.global_step, 1)  # not the rows of the log: one may stand for several steps
+    steps = max(
+        [1, *(int(row.get("step", 1)) for row in stock.history)]
+    )  # not the rows: one may stand for several steps
     return movement_gap(torch.float32, weights**0.5, max(moved, 1e-300) ** 0.5, steps)
 
 
