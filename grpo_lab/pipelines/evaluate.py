@@ -15,8 +15,9 @@ from typing import Any
 from grpo_lab.pipelines.kept import Kept
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
-from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, data_section
+from grpo_lab.pipelines.recipe import DataSection, EvaluationSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
+from grpo_lab.reading import read
 
 WORD_PROBLEMS = 500
 """Word problems that are made where neither `--n` nor `--limit` says how many."""
@@ -159,7 +160,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
         if said["data"] == "word_problems":
             written["n"] = said.get("limit", WORD_PROBLEMS)
     written = {**written, **rows, **{name: said[name] for name in ("template", "limit") if name in said}}
-    section = replace(plan.section, data=with_every_argument(data_section(written, "--data")))
+    section = replace(plan.section, data=with_every_argument(read(DataSection, written, "--data")))
     generation: Any = {name: said[name] for name in ("batch_size", "n_samples", "temperature") if name in said}
     section = replace(section, **generation)
     if "mode" in said:

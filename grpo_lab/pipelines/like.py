@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.recipe import EvaluationSection, evaluation_section
+from grpo_lab.pipelines.recipe import EvaluationSection
 from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.reading import read
 
 _TRAINING = {"max_completion_length": 512, "seed": 42}
 _LONG2SHORT = {"max_completion_length": 512, "seed": 0}
@@ -43,7 +44,7 @@ def held_out_like(run: str | Path) -> Like:
     flat = written.get("arguments", written)  # a run's own copy keeps the trainer's settings apart
     defaults = _LONG2SHORT if "method" in written else _TRAINING
     settings = {name: flat.get(name, default) for name, default in defaults.items()}
-    parsed = evaluation_section(_as_written(section))
+    parsed = read(EvaluationSection, _as_written(section), "evaluation")
     tokens = parsed.max_new_tokens or int(settings["max_completion_length"])
     return Like(parsed, tokens, int(settings["seed"]))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from grpo_lab.evaluation.generation import (
     stop_token_ids,
 )
 from grpo_lab.pipelines.model_files import model_files
-from grpo_lab.pipelines.recipe import require_whole
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
+from grpo_lab.reading import Positive, Switch, Temperature, Whole, settings
 
 
-@dataclass(frozen=True)
+@settings()
 class SamplingSettings:
     """How completions are sampled; the keys stand flat in a recipe.
 
@@ -38,22 +37,17 @@ class SamplingSettings:
         use_cpu: stay on the CPU where there is a GPU.
     """
 
-    n_samples: int = 10
-    temperature: float = 1.0
-    max_completion_length: int = 512
-    batch_size: int = 64
-    problems_per_save: int = 32
-    seed: int = 0
-    use_vllm: bool = False
+    n_samples: Positive = 10
+    temperature: Temperature = 1.0
+    max_completion_length: Positive = 512
+    batch_size: Positive = 64
+    problems_per_save: Positive = 32
+    seed: Whole = 0
+    use_vllm: Switch = False
     engine: Mapping[str, Any] = field(default_factory=dict)
-    use_cpu: bool = False
+    use_cpu: Switch = False
 
     def __post_init__(self) -> None:
-        for name in ("n_samples", "max_completion_length", "batch_size", "problems_per_save"):
-            require_whole(name, getattr(self, name), 1)
-        heat = self.temperature
-        if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < math.inf:
-            raise ValueError(f"`temperature` is {heat!r}; sampling needs a finite number above 0")
         if self.engine and not self.use_vllm:
             raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")
 
