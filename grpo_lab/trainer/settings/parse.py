@@ -1,7 +1,8 @@
 """The small mappings of ``LabConfig`` as typed settings, checked at the door.
 
 ``objective``, ``advantage``, ``kl`` and ``update`` take a name or a mapping. Unknown keys are refused with the nearest
-match; a knob that would have no effect is an error, not silence.
+match; a knob that would have no effect is an error, not silence. Keys that belong to a part (``objective: {tau: …}``) are ``knobs``:
+which there are, the part's dataclass says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +43,12 @@ def as_settings(kind: Callable[..., T], value: Any, where: str) -> T:
         value = json.loads(value)
     if not isinstance(value, Mapping):
         value = {"name": value}
-    refuse_unknown(value, [f.name for f in fields(kind)], f"`{where}`")  # type: ignore[arg-type]
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if "knobs" in names:  # of a part that is chosen by name: ``algorithm`` knows which it has
+        own = names - {"knobs"}
+        knobs = {key: item for key, item in value.items() if key not in own}
+        return kind(**{key: item for key, item in value.items() if key in own}, knobs=knobs)
+    refuse_unknown(value, names, f"`{where}`")
     return kind(**value)
 
 
@@ -51,13 +57,12 @@ class ObjectiveSettings:
     """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
 
     Args:
-        name: a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``, ``mirror_descent``).
-        advantage: overrides the preset's advantage rule.
-        ratio: ``token`` or ``sequence``.
-        surrogate: a name (``reinforce``, ``unclipped``, ``clipped``, ``cispo``, ``mirror_descent``), ``"module:attribute"`` or a callable.
-        aggregation: a name, ``"module:attribute"`` or a callable.
-        epsilon, epsilon_high, delta: as TRL's flat settings of these names.
-        tau: pull towards the policy that made the responses, of ``mirror_descent``.
+        name: a preset (``grpo_lab.objectives.PRESETS``), one that a team registered, or ``"module:name"``: the module is loaded first.
+        advantage: overrides the preset's advantage rule: a name, ``"module:attribute"``, a callable, or a mapping ``{name: …, …}``.
+        ratio: ``token``, ``sequence``, ``sequence_token`` or ``product``.
+        surrogate: a name, ``"module:attribute"``, a class or a callable.
+        aggregation: a name, ``"module:attribute"``, a callable, or a mapping ``{name: …, …}``.
+        knobs: every other key: a field of the chosen surrogate's dataclass (checked by ``algorithm``).
     """
 
     name: str | None = None
@@ -65,18 +70,15 @@ class ObjectiveSettings:
     ratio: str | None = None
     surrogate: Any = None
     aggregation: Any = None
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    delta: float | None = None
-    tau: float | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """``advantage``: a rule's name, ``"module:attribute"`` or a callable, with its ``epsilon`` where it has one."""
+    """``advantage``: a rule's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a field of its dataclass."""
 
     name: Any = None
-    epsilon: float | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,13 @@ def lab_settings(objective: Any, advantage: Any, kl: Any, update: Any) -> LabSet
 
 
 def load_object(reference: str, setting: str) -> Any:
-    """``"package.module:attribute"`` → the object; classes are instantiated without arguments."""
+    """``"package.module:attribute"`` → the object."""
     module_name, _, attribute = reference.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         looked = f"looked on Python's path, which starts with {sys.path[0] or Path.cwd()}"
         raise ValueError(f"`{setting}` is {reference!r}, which cannot be loaded: {error} ({looked})") from error
-    return found() if isinstance(found, type) else found
 
 
 #: what ``LabConfig`` adds to TRL's fields
