@@ -80,8 +80,6 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
     def before(cls: Any, value: Any) -> Any:
         if isinstance(value, ArgsKwargs | cls):  # made in Python
             return value
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            value = _from_json(value)
         if bare and not isinstance(value, Mapping):
             value = {bare: value}
         return _sorted_keys(value, set(cls.__dataclass_fields__), rest) if isinstance(value, Mapping) else value
@@ -103,7 +101,7 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
     return decorate
 
 
-def read(kind: Callable[..., T], written: Any, where: str = "") -> T:
+def read(kind: type[T], written: Any, where: str = "") -> T:
     """``written`` as ``kind``, a class of ``@settings()``.
 
     Args:
@@ -117,11 +115,14 @@ def read(kind: Callable[..., T], written: Any, where: str = "") -> T:
     return found
 
 
-def _from_json(text: str) -> Any:
+def from_json(value: Any, where: str) -> Any:
+    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError for half a mapping."""
+    if not (isinstance(value, str) and value.lstrip().startswith("{")):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except json.JSONDecodeError as error:
-        raise PydanticCustomError("must_be", "it is no JSON: {why}", {"why": str(error)}) from error
+        raise ValueError(f"`{where}` is {value!r}, which is no JSON: {error}") from error
 
 
 def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:

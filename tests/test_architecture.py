@@ -15,11 +15,13 @@ from grpo_lab import _HOMES
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
 
-BASE = {"batch", "masked"}
+BASE = {"batch", "masked", "nearest"}
 MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "curation", "diagnostics"}
 ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "masked": set(),
+    "nearest": set(),
+    "reading": {"nearest"},
     "verifiers": set(),
     "objectives": BASE,
     "advantages": BASE,
@@ -30,15 +32,15 @@ ALLOWED: dict[str, set[str]] = {
     "rollouts": BASE | {"verifiers"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"verifiers"},
-    "pipelines": BASE | MIDDLE | {"verifiers", "trainer", "evaluation", "testing"},
+    "trainer": BASE | MIDDLE | {"verifiers", "reading"},
+    "pipelines": BASE | MIDDLE | {"verifiers", "trainer", "evaluation", "testing", "reading"},
     "evaluation": BASE | MIDDLE | {"verifiers", "trainer"},
     "cli": BASE | MIDDLE | {"verifiers", "trainer", "pipelines", "evaluation", "testing"},
     "__init__": {"trainer"},
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"batch", "masked", "objectives", "advantages"}
+PURE = {"batch", "masked", "nearest", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 

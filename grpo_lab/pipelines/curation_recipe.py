@@ -16,7 +16,7 @@ from grpo_lab.curation.kinds import KINDS
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, with_name
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Count, Number, Positive, read, settings
+from grpo_lab.reading import NULL_IS_DEFAULT, Count, Number, Positive, must_be, read, settings
 
 
 def _listed(value: Any) -> Any:
@@ -77,7 +77,9 @@ class BalanceFilter:
     """``balance``: rows a value of the column ``by`` may keep (`balance`); None: as many as the smallest has."""
 
     by: str
-    per_domain: Count | dict[str, Count] | None = None
+    per_domain: Annotated[
+        Count | dict[str, Count] | None, must_be("a whole number of at least 0, or one for each domain")
+    ] = None
 
 
 @settings()

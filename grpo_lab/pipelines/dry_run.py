@@ -89,7 +89,6 @@ def describe(recipe: Recipe) -> dict[str, str]:
 def _rewards(recipe: Recipe, config: Any) -> str:
     """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
     from grpo_lab.trainer.named_parts import with_declared_rewards
-    from grpo_lab.trainer.settings.schedules import reward_schedules
     from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
     given = [parts.build_reward(section) for section in recipe.rewards]
@@ -101,7 +100,7 @@ def _rewards(recipe: Recipe, config: Any) -> str:
     weights = config.reward_weights or [1.0] * len(rewards)
     if len(weights) != len(rewards):
         raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
-    scheduled = reward_schedules(config.reward_schedules)
+    scheduled = config.lab_settings.reward_schedules
     told = []
     for name, reward, weight in zip(names, rewards, weights, strict=True):
         schedule = scheduled.get(reward_name(reward))

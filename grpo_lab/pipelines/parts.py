@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.pipelines.named_objects import load_named
 from grpo_lab.pipelines.recipe import (
     DataSection,
@@ -165,8 +166,6 @@ def lora_config(section: ModelSection) -> Any:
         return None
     from peft import LoraConfig
 
-    from grpo_lab.trainer.settings.parse import refuse_unknown
-
     refuse_unknown(section.lora, [f.name for f in dataclasses.fields(LoraConfig)], "`model.lora`")
     return LoraConfig(**{"task_type": "CAUSAL_LM", **typed(section.lora, LoraConfig, "model.lora")})
 
@@ -237,24 +236,17 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
-    from grpo_lab.trainer.settings import parse as settings
-    from grpo_lab.trainer.settings.rollout import RolloutSettings
-    from grpo_lab.trainer.settings.sampler import SamplerSettings
+    from grpo_lab.trainer.settings.parse import LabSettings
 
-    mappings: dict[str, Any] = {
-        "objective": settings.ObjectiveSettings,
-        "advantage": settings.AdvantageSettings,
-        "kl": settings.KLSettings,
-        "update": settings.UpdateSettings,
-        "rollout": RolloutSettings,
-        "sampler": SamplerSettings,
-    }
     arguments = typed(recipe.arguments, LabConfig)
-    for name, kind in mappings.items():
+    for name in (
+        "objective",
+        "advantage",
+    ):  # what they tune are TRL's flat settings; the other mappings read themselves
         if isinstance(arguments.get(name), Mapping):
-            arguments[name] = typed(arguments[name], kind, name)
+            arguments[name] = typed(arguments[name], LabConfig, name)
     for name in set(arguments) & set(hints_of(LabConfig)):
-        if arguments[name] is True and name in (*mappings, "output_dir", "reward_schedules"):
+        if arguments[name] is True and name in (*LabSettings.__dataclass_fields__, "output_dir"):
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
     return dataclasses.replace(recipe, arguments=arguments)
 

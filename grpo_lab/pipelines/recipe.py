@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.reading import (
@@ -30,7 +31,11 @@ from grpo_lab.reading import (
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """``steps`` of the word problems is a pair, and YAML has lists."""
-    return arguments | {"steps": tuple(arguments["steps"])} if isinstance(arguments.get("steps"), list) else arguments
+    if "steps" not in arguments:
+        return arguments
+    if not isinstance(arguments["steps"], list | tuple):
+        raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
+    return {**arguments, "steps": tuple(arguments["steps"])}
 
 
 @settings()

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_lab.reading import Number, Switch, Whole
+
+READERS: dict[type, TypeAdapter[Any]] = {int: TypeAdapter(Whole), float: TypeAdapter(Number), bool: TypeAdapter(Switch)}
 
 
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
@@ -53,10 +57,10 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list and get_args(kind)), None)
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
-    numbers: list[type] = [kind for kind in (bool, int, float) if kind in kinds]
+    numbers = [kind for kind in READERS if kind in kinds]
     if not numbers or value is None or type(value) in kinds or (numbers == [bool] and str in kinds):
         return value
-    other = [kind for kind in kinds if kind not in (bool, int, float, types.NoneType)]
+    other = [kind for kind in kinds if kind not in (*READERS, types.NoneType)]
     found = _number(value, numbers)
     if found is None and not other:
         raise ValueError(f"`{name}` is {value!r}; it must be {_in_words(numbers)}{_hint(value)}")
@@ -72,22 +76,10 @@ def _members(declared: Any) -> list[Any]:
 
 def _number(value: Any, kinds: list[type]) -> Any:
     """``value`` as one of ``kinds``; None if it is none of them."""
-    if isinstance(value, str) and bool in kinds and value.lower() in SWITCHES:
-        return SWITCHES[value.lower()]
-    if kinds == [bool]:
-        return bool(value) if value in (0, 1) and isinstance(value, int | float) else None
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, str):
-        try:
-            value = int(value) if int in kinds and value.strip().lstrip("+-").isdecimal() else float(value)
-        except ValueError:
-            return None
-    if not isinstance(value, int | float):
-        return None
-    if float not in kinds and isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    return value
+    for kind in kinds:
+        with suppress(ValidationError):
+            return READERS[kind].validate_python(value)
+    return None
 
 
 def _in_words(kinds: list[type]) -> str:

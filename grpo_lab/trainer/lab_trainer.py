@@ -59,10 +59,7 @@ from grpo_lab.trainer.settings.inputs import (
     check_requires,
     completion_limit,
 )
-from grpo_lab.trainer.settings.rollout import rollout_settings
-from grpo_lab.trainer.settings.sampler import sampler_settings
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
-from grpo_lab.trainer.settings.schedules import reward_schedules
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
@@ -127,9 +124,8 @@ class LabTrainer(GRPOTrainer):
         check_budget(self.algorithm.objective, args.max_completion_length)
         as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
         self.recorder = Recorder(as_trl, self._mode, lambda: bool(self.accelerator.is_main_process))
-        rollout = rollout_settings(getattr(args, "rollout", None), args.use_vllm, args.vllm_mode)
         check_sampling_correction(args)
-        sampling = sampler_settings(getattr(args, "sampler", None))
+        rollout, sampling = self.lab_settings.rollout, self.lab_settings.sampler
         train_dataset = with_row_numbers(sampling, train_dataset, reward_funcs)
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout, args)):
             super().__init__(
@@ -157,7 +153,7 @@ class LabTrainer(GRPOTrainer):
         self._sync_proof = SyncProof(self, rollout)
         self.keeps_on_interrupt = KeptOnInterrupt(self)
         self.add_callback(self.keeps_on_interrupt)
-        self._weight_schedules = WeightSchedules(self, reward_schedules(args.reward_schedules))
+        self._weight_schedules = WeightSchedules(self, self.lab_settings.reward_schedules)
         self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
         if self._optimizer_reset is not None:
             self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done

@@ -171,7 +171,7 @@ def test_without_a_model_only_the_text_is_read(tiny_folder: Path, tmp_path: Path
         ({"n_sample": 3}, "the recipe.*'n_sample'; did you mean 'n_samples'"),
         ({"filters": {"bnad": {}}}, "`filters` has no setting 'bnad'; did you mean 'band'"),
         ({"filters": {"kind": {"keep": ["opne"]}}}, r"`filters.kind.keep` holds \['opne'\]"),
-        ({"filters": {"contamination": {}}}, "`filters.contamination.against` is None"),
+        ({"filters": {"contamination": {}}}, "`filters.contamination` needs `against`"),
         ({"filters": {"balance": {}}}, "needs `by`"),
         ({"temperature": 0}, "`temperature` is 0"),
         ({"engine": {"dtype": "float32"}}, "only with `use_vllm: true`"),

@@ -40,7 +40,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
 CASES = [
     ("misspelt key", change("learning_rat", 1e-5), ["learning_rat", "did you mean 'learning_rate'"]),
     ("misspelt section key", change("model.tinny", {}), ["tinny", "did you mean 'tiny'"]),
-    ("no data", change("data", None), ["no section `data`"]),
+    ("no data", change("data", None), ["the recipe needs `data`"]),
     ("unknown loader", change("data.loader", "gsm9k"), ["data.loader", "gsm9k", "gsm8k"]),
     ("unknown template", change("data.template", "r2"), ["r2", "r1", "template"]),
     ("argument of no loader", change("data.colour", "red"), ["`data`", "colour"]),

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"kl": {"estimator": "k2", "coefficient": 0.1}, "loss_type": "sapo"},
         ("`kl`", "sapo", "`beta`"),
     ),
-    "kl as a number": ({"kl": 0.1}, ("`kl` is 0.1", "mapping")),
+    "kl as a number": ({"kl": 0.1}, ("`kl.estimator` is 0.1", "{estimator: k2, coefficient: 0.1}")),
     "epsilon of an advantage object": (
         {"advantage": {"name": my_surrogate, "epsilon": 1e-4}},
         ("`advantage.epsilon`", "no effect"),

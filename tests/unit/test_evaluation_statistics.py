@@ -258,12 +258,36 @@ def test_hostile_answers_cost_nothing(bomb):
     ("values", "expected"),
     [
         ([0.7], None),
-        ([1.0, 3.0], 12.706),  # s = √2, √n = √2
-        ([1.0, 2.0, 3.0], 4.303 / math.sqrt(3)),  # s = 1
+        ([1.0, 3.0], math.tan(math.pi * 0.475)),  # one degree of freedom is Cauchy's; s = √2, √n = √2
+        (
+            [1.0, 2.0, 3.0],
+            0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3),
+        ),  # two: t = a√(2/(1 − a²)), a = 0.95; s = 1
         ([0.5] * 12, 0.0),
-        ([1.0, -1.0] * 10, 2.262 * math.sqrt(20 / 19) / math.sqrt(20)),  # the widest quantile of the table's end
     ],
 )
 def test_half_width_over_seeds(values, expected):
     found = half_width_over_seeds(values)
-    assert found == (None if expected is None else pytest.approx(expected, rel=1e-12))
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("trainings", "quantile"),
+    [
+        (2, 12.706),
+        (3, 4.303),
+        (4, 3.182),
+        (5, 2.776),
+        (10, 2.262),
+        (11, 2.228),
+        (20, 2.093),
+        (31, 2.042),
+        (61, 2.0),
+        (121, 1.980),
+    ],
+)
+def test_half_width_has_the_quantile_of_the_printed_table(trainings, quantile):
+    """97.5% of Student's t for n − 1 degrees of freedom, printed to three places; from ten on it used to stay at 2.262."""
+    values = [0.0] * (trainings - 1) + [1.0]
+    error = 1 / trainings  # s² = (1 − 1/n) · n/(n − 1) / n = 1/n, so s/√n = 1/n
+    assert half_width_over_seeds(values) / error == pytest.approx(quantile, abs=5.1e-4)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.settings.schedules import reward_schedules
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -61,7 +60,7 @@ def _facts(trainer: GRPOTrainer) -> str:
 
 def _weights(trainer: GRPOTrainer) -> list[tuple[str, str]]:
     """Every reward with the weight in force over the steps: the trainer's, a schedule's, the reward's own."""
-    scheduled = reward_schedules(getattr(trainer.args, "reward_schedules", None))
+    scheduled = trainer.lab_settings.reward_schedules
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
     return [
         (name, scheduled[name].in_words() if name in scheduled else weight_in_words(reward, weight))

@@ -48,7 +48,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                server.connect(self, settings.server_settings(), str(args.output_dir))
+                server.connect(self, settings.server, str(args.output_dir))
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
             dtype = next(self.model.parameters()).dtype

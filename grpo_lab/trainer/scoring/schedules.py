@@ -5,12 +5,12 @@ A schedule keeps no state: a resumed run has at step t the weight that the unint
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_lab.nearest import did_you_mean
 from grpo_lab.rewards.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ class WeightSchedules:
         names = list(trainer.reward_func_names)
         for name in schedules:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, names)
                 raise ValueError(
                     f"`reward_schedules` names {name!r}, which no reward has{hint} The rewards are {names}"
                 )

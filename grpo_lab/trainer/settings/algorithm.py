@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.advantages import AdvantageRule, advantage_rule
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.objectives import SURROGATES, Aggregation, KLTerm, Objective, Surrogate, aggregation, preset, surrogate
 from grpo_lab.objectives.presets import KNOBS
 from grpo_lab.objectives.ratios import RATIO_LEVELS
@@ -113,11 +114,12 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
     row = preset(chosen.name) if chosen.name is not None else preset("grpo")
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio")
-    epsilon = args.epsilon if chosen.epsilon is None else chosen.epsilon
-    epsilon_high = args.epsilon_high if chosen.epsilon_high is None else chosen.epsilon_high
-    delta = args.delta if chosen.delta is None else chosen.delta
+    epsilon, epsilon_high, delta = (
+        getattr(args, name) if chosen.knobs.get(name) is None else chosen.knobs[name]
+        for name in ("epsilon", "epsilon_high", "delta")
+    )
     _refuse_idle(chosen, chosen.surrogate or row.surrogate)
-    push = _surrogate(chosen.surrogate or row.surrogate, epsilon, epsilon_high, delta, chosen.tau)
+    push = _surrogate(chosen.surrogate or row.surrogate, epsilon, epsilon_high, delta, chosen.knobs.get("tau"))
     average = _aggregation(chosen.aggregation or row.aggregation)
     rule, rule_name = _advantage(settings.advantage, chosen.advantage or row.advantage)
     kl = _kl_term(args, settings.kl)
@@ -203,15 +205,18 @@ def _ratio(level: str, setting: str) -> str:
 
 def _refuse_idle(chosen: ObjectiveSettings, kind: Any) -> None:
     """A knob that the surrogate does not read is an error, not silence."""
+    refuse_unknown(
+        chosen.knobs, ("epsilon", "epsilon_high", "delta", "tau", "surrogate", "aggregation", "ratio"), "`objective`"
+    )
     known = KNOBS.get(kind) if isinstance(kind, str) else None
     if known is None:
-        if chosen.tau is not None:
+        if chosen.knobs.get("tau") is not None:
             raise ValueError(f"`objective.tau` has no effect on the surrogate {name_of(kind)!r}; set it there")
         return
     for name in ("epsilon", "epsilon_high", "delta", "tau"):
-        if getattr(chosen, name) is not None and name not in known:
+        if chosen.knobs.get(name) is not None and name not in known:
             raise ValueError(
-                f"`objective.{name}`={getattr(chosen, name)} has no effect on the surrogate {kind!r}, which reads "
+                f"`objective.{name}`={chosen.knobs[name]} has no effect on the surrogate {kind!r}, which reads "
                 f"{list(known) or 'none of these settings'}; leave it out"
             )
     if chosen.ratio is not None and not getattr(SURROGATES[kind], "reads_ratio", True):
@@ -238,7 +243,8 @@ def _aggregation(chosen: Any) -> Aggregation:
 
 def _advantage(settings: AdvantageSettings | None, fallback: Any) -> tuple[AdvantageRule | None, str]:
     chosen = fallback if settings is None or settings.name is None else settings.name
-    parameters = {} if settings is None or settings.epsilon is None else {"epsilon": settings.epsilon}
+    parameters = {} if settings is None else settings.knobs
+    refuse_unknown(parameters, ("epsilon",), "`advantage`")
     if chosen is None:
         if parameters:
             raise ValueError(

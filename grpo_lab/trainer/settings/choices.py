@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
+
+from grpo_lab.nearest import did_you_mean
 
 CHOICES: dict[str, type[Enum]] = {
     "lr_scheduler_type": SchedulerType,
@@ -34,8 +35,7 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
         if isinstance(value, str) and not isinstance(value, Enum):
             known = [str(member.value) for member in kind]
             if value not in known:
-                near = difflib.get_close_matches(value, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(value, known)
                 raise ValueError(f"`{prefix}{name}` is {value!r}{hint} Allowed: {known}")
     seed = values.get("seed")
     if isinstance(seed, int) and not 0 <= seed < SEEDS:

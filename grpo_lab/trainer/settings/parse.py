@@ -1,58 +1,29 @@
 """The small mappings of ``LabConfig`` as typed settings, checked at the door.
 
-``objective``, ``advantage``, ``kl`` and ``update`` take a name or a mapping. Unknown keys are refused with the nearest
+``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all of them JSON text. Unknown keys are refused with the nearest
 match; a knob that would have no effect is an error, not silence. Keys that belong to a part (``objective: {tau: …}``) are ``knobs``:
 which there are, the part's dataclass says.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
 
-DEAD_GROUPS = ("skip", "keep", "resample")
+from pydantic import BeforeValidator, Field
 
-
-class UnknownSettingError(ValueError, TypeError):
-    """A key that no setting has. Both kinds of error, since Python calls a wrong keyword a ``TypeError``."""
-
-
-def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raise ``UnknownSettingError`` naming the unknown key, the nearest known one and what is allowed."""
-    allowed = sorted(allowed)
-    for key in given:
-        if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            listing = f" Allowed: {allowed}" if len(allowed) <= 20 else ""
-            raise UnknownSettingError(f"{where} has no setting {key!r}{hint}{listing}")
+from grpo_lab.reading import NULL_IS_DEFAULT, Number, Positive, Switch, from_json, must_be, read, settings
+from grpo_lab.rewards.schedules import Schedule
+from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking, refuse_idle_rollout
+from grpo_lab.trainer.settings.sampler import SamplerSettings, check_sampler
+from grpo_lab.trainer.settings.schedules import reward_schedules
 
 
-T = TypeVar("T")
-
-
-def as_settings(kind: Callable[..., T], value: Any, where: str) -> T:
-    """A mapping, a JSON string or a bare name → the dataclass ``kind``."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = json.loads(value)
-    if not isinstance(value, Mapping):
-        value = {"name": value}
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if "knobs" in names:  # of a part that is chosen by name: ``algorithm`` knows which it has
-        own = names - {"knobs"}
-        knobs = {key: item for key, item in value.items() if key not in own}
-        return kind(**{key: item for key, item in value.items() if key in own}, knobs=knobs)
-    refuse_unknown(value, names, f"`{where}`")
-    return kind(**value)
-
-
-@dataclass(frozen=True)
+@settings(bare="name", rest="knobs")
 class ObjectiveSettings:
     """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
 
@@ -73,7 +44,7 @@ class ObjectiveSettings:
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@settings(bare="name", rest="knobs")
 class AdvantageSettings:
     """``advantage``: a rule's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a field of its dataclass."""
 
@@ -81,17 +52,22 @@ class AdvantageSettings:
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@settings(bare="estimator")
 class KLSettings:
     """``kl``: estimator ``k1|k2|k3``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting."""
 
-    estimator: str = "k3"
+    estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
     placement: str = "loss"
-    coefficient: float | None = None
-    ratio_weighted: bool | None = None
+    coefficient: Number | None = None
+    ratio_weighted: Switch | None = None
 
 
-@dataclass(frozen=True)
+def _off(value: Any) -> Any:
+    """YAML 1.1 reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+@settings(bare="name")
 class UpdateSettings:
     """``update``: ``"off"`` (stock), or the exact update.
 
@@ -102,52 +78,45 @@ class UpdateSettings:
         max_rounds: with ``resample``: generations per batch at most.
     """
 
-    name: str = "exact"
-    dead_groups: str = "skip"
-    max_tokens: int | None = None
-    max_rounds: int | None = None
+    name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
+    dead_groups: Literal["skip", "keep", "resample"] = "skip"
+    max_tokens: Positive | None = None
+    max_rounds: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in ("exact", "off"):
-            raise ValueError(f"`update` is {self.name!r}; it must be 'off', 'exact' or a mapping")
-        if self.dead_groups not in DEAD_GROUPS:
-            raise ValueError(f"`update.dead_groups` is {self.dead_groups!r}; it must be one of {DEAD_GROUPS}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"`update.max_tokens` is {self.max_tokens}; it must be a positive number of tokens")
         if self.max_rounds is not None and self.dead_groups != "resample":
             raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")
-        if self.max_rounds is not None and self.max_rounds < 1:
-            raise ValueError(f"`update.max_rounds` is {self.max_rounds}; it must be ≥ 1")
 
     @property
     def is_off(self) -> bool:
         return self.name == "off"
 
 
-@dataclass(frozen=True)
+@settings()
 class LabSettings:
-    """All of it, parsed. ``None`` = not set."""
+    """All mappings of ``LabConfig``, parsed and checked. ``None`` = not set."""
 
-    objective: ObjectiveSettings | None
-    advantage: AdvantageSettings | None
-    kl: KLSettings | None
-    update: UpdateSettings
+    objective: ObjectiveSettings | None = None
+    advantage: AdvantageSettings | None = None
+    kl: KLSettings | None = None
+    update: Annotated[UpdateSettings, NULL_IS_DEFAULT] = field(default_factory=UpdateSettings)
+    rollout: Annotated[RolloutSettings, NULL_IS_DEFAULT] = field(default_factory=RolloutSettings)
+    sampler: SamplerSettings | None = None
+    reward_schedules: Annotated[Mapping[str, Schedule], BeforeValidator(reward_schedules)] = field(default_factory=dict)
 
 
-def lab_settings(objective: Any, advantage: Any, kl: Any, update: Any) -> LabSettings:
-    """Parse the four mappings. Raises ``ValueError`` naming what was seen, what is allowed and the setting."""
-    if kl is not None and not isinstance(kl, (str, Mapping)):
-        raise ValueError(f"`kl` is {kl!r}; it must be a mapping such as {{estimator: k2, placement: loss}}")
-    if isinstance(kl, str) and not kl.lstrip().startswith("{"):
-        kl = {"estimator": kl}
-    if update is False:  # YAML 1.1 reads a bare `off` as false
-        update = "off"
-    return LabSettings(
-        objective=None if objective is None else as_settings(ObjectiveSettings, objective, "objective"),
-        advantage=None if advantage is None else as_settings(AdvantageSettings, advantage, "advantage"),
-        kl=None if kl is None else as_settings(KLSettings, kl, "kl"),
-        update=UpdateSettings() if update is None else as_settings(UpdateSettings, update, "update"),
-    )
+def lab_settings(args: Any) -> LabSettings:
+    """Our mappings of any configuration (a plain ``GRPOConfig`` has none), with what they cannot be combined with.
+
+    Raises:
+        ValueError: what was seen, what is allowed, which setting.
+    """
+    written = {name: from_json(getattr(args, name, None), name) for name in LabSettings.__dataclass_fields__}
+    found = read(LabSettings, written)
+    refuse_idle_rollout(args, written["rollout"] or {})
+    check_thinking(args, found.rollout)
+    check_sampler(args, found.sampler)
+    return found
 
 
 def load_object(reference: str, setting: str) -> Any:
@@ -161,16 +130,7 @@ def load_object(reference: str, setting: str) -> Any:
 
 
 #: what ``LabConfig`` adds to TRL's fields
-OUR_FIELDS: tuple[str, ...] = (
-    "objective",
-    "advantage",
-    "kl",
-    "rollout",
-    "reward_schedules",
-    "reset_optimizer",
-    "sampler",
-    "update",
-)
+OUR_FIELDS: tuple[str, ...] = (*LabSettings.__dataclass_fields__, "reset_optimizer")
 
 
 def named_by(part: Any) -> str:

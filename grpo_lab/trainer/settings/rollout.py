@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from grpo_lab.reading import NULL_IS_DEFAULT, Count, Number, Seconds, must_be, settings
 from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.trainer.settings.parse import refuse_unknown
 
-WAYS = ("auto", "nccl", "shared_memory")
+Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]
+Text = Annotated[str, Field(strict=True), must_be("a text that closes the thinking")]
 
 
-@dataclass(frozen=True)
+@settings()
 class ServerSettings:
     """``rollout.server``: the talk with the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``, ….
 
@@ -27,22 +29,11 @@ class ServerSettings:
         backoff: seconds before the second repetition; doubled each time.
     """
 
-    weights: str = "auto"
-    request_timeout: float = 1800.0
-    silence_timeout: float = 180.0
-    retries: int = 4
-    backoff: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.weights not in WAYS:
-            raise ValueError(f"`rollout.server.weights` is {self.weights!r}; it must be one of {WAYS}")
-        for name in ("request_timeout", "silence_timeout", "backoff"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"`rollout.server.{name}` is {getattr(self, name)!r}; it must be a number of seconds > 0"
-                )
-        if self.retries < 0:
-            raise ValueError(f"`rollout.server.retries` is {self.retries!r}; it must be ≥ 0")
+    weights: Literal["auto", "nccl", "shared_memory"] = "auto"
+    request_timeout: Seconds = 1800.0
+    silence_timeout: Seconds = 180.0
+    retries: Count = 4
+    backoff: Seconds = 1.0
 
 
 #: sampling settings of either engine that would override the length limit of a phase, or end it for another reason
@@ -50,20 +41,6 @@ _LIMITS = ("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop",
 
 
 _CUTS = ("repetition_detection", "max_time")
-
-
-def check_budget(budget: Any, text: Any) -> None:
-    """What can be said about the two settings alone. Raises ``ValueError``."""
-    if budget is None:
-        if text is not None:
-            raise ValueError("`rollout.budget_text` has an effect only with `rollout.thinking_budget`; leave it out")
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
-        raise ValueError(
-            f"`rollout.thinking_budget` is {budget!r}; it must be a number of tokens, 0 or more, or null for no budget"
-        )
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"`rollout.budget_text` is {text!r}; it must be a text that closes the thinking")
 
 
 def check_thinking(args: Any, settings: RolloutSettings) -> None:
@@ -94,7 +71,7 @@ def check_thinking(args: Any, settings: RolloutSettings) -> None:
         )
 
 
-@dataclass(frozen=True)
+@settings()
 class RolloutSettings:
     """``rollout``: how completions are made, beside TRL's ``use_vllm``, ``vllm_mode`` and sampling settings.
 
@@ -108,48 +85,32 @@ class RolloutSettings:
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
     """
 
-    verify_every: int = 50
-    tolerance: float | None = None
+    verify_every: Count = 50
+    tolerance: Number | None = None
     engine: Mapping[str, Any] | None = None
-    server: Mapping[str, Any] | None = None
-    thinking_budget: int | None = None
-    budget_text: str | None = None
+    server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)
+    thinking_budget: Budget | None = None
+    budget_text: Text | None = None
 
     def __post_init__(self) -> None:
-        if self.verify_every < 0:
-            raise ValueError(
-                f"`rollout.verify_every` is {self.verify_every}; it must be 0 (never) or a number of steps"
-            )
         EngineOptions.from_mapping(self.engine or {})
-        self.server_settings()
-        check_budget(self.thinking_budget, self.budget_text)
-
-    def server_settings(self) -> ServerSettings:
-        refuse_unknown(self.server or {}, [f.name for f in fields(ServerSettings)], "`rollout.server`")
-        return ServerSettings(**(self.server or {}))
+        if self.budget_text is not None and self.thinking_budget is None:
+            raise ValueError("`rollout.budget_text` has an effect only with `rollout.thinking_budget`; leave it out")
 
 
-def rollout_settings(written: Any, use_vllm: bool, vllm_mode: str = "colocate") -> RolloutSettings:
-    """Typed settings. Raises ``ValueError`` for unknown keys and for engine settings that would have no effect."""
-    if isinstance(written, str):
-        written = json.loads(written)
-    if written is None:
-        return RolloutSettings()
-    if not isinstance(written, Mapping):
-        raise ValueError(f"`rollout` is {written!r}; it must be a mapping such as {{verify_every: 50}}")
-    refuse_unknown(written, [f.name for f in fields(RolloutSettings)], "`rollout`")
+def refuse_idle_rollout(args: Any, written: Mapping[str, Any]) -> None:
+    """ValueError for a setting of an engine or server that this run does not have."""
     idle = [name for name in ("verify_every", "tolerance", "engine", "server") if name in written]
-    if idle and not use_vllm:
+    if idle and not args.use_vllm:
         raise ValueError(
             f"`rollout.{idle[0]}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on"
         )
-    if "server" in written and vllm_mode != "server":
+    if "server" in written and args.vllm_mode != "server":
         raise ValueError(
-            f"`rollout.server` has an effect only with `vllm_mode: server`, and it is {vllm_mode!r}: leave it out"
+            f"`rollout.server` has an effect only with `vllm_mode: server`, and it is {args.vllm_mode!r}: leave it out"
         )
-    if "engine" in written and vllm_mode == "server":
+    if "engine" in written and args.vllm_mode == "server":
         raise ValueError(
             "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
             "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)"
         )
-    return RolloutSettings(**written)

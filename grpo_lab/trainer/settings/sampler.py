@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from grpo_lab.trainer.settings.parse import as_settings
+from grpo_lab.reading import Count, Number, settings
 
 #: sampler → the settings that it reads, with their defaults (None: has to be given)
 KNOBS: dict[str, dict[str, Any]] = {
@@ -20,7 +19,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@settings(bare="name")
 class SamplerSettings:
     """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
 
@@ -34,16 +33,14 @@ class SamplerSettings:
         hard_below: a problem is hard if its pass rate is smaller.
     """
 
-    name: str
+    name: Literal["prioritized", "curriculum", "uniform_then_hard"]
     pass_rate_column: str | None = None
-    floor: float | None = None
-    decay: float | None = None
-    uniform_rounds: int | None = None
-    hard_below: float | None = None
+    floor: Number | None = None
+    decay: Number | None = None
+    uniform_rounds: Count | None = None
+    hard_below: Number | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in KNOBS:
-            raise ValueError(f"`sampler` is {self.name!r}; it must be one of {sorted(KNOBS)}, or a mapping with `name`")
         for knob in (field for field in self.__dataclass_fields__ if field != "name"):
             if getattr(self, knob) is not None and knob not in KNOBS[self.name]:
                 raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
@@ -61,19 +58,13 @@ class SamplerSettings:
         return self["pass_rate_column"] or None
 
 
-def sampler_settings(value: Any) -> SamplerSettings | None:
-    """The setting ``sampler`` parsed; ``None`` keeps TRL's sampler."""
-    return None if value is None else as_settings(SamplerSettings, value, "sampler")
-
-
-def check_sampler(args: Any) -> None:
-    """Refuse a `sampler` that is misspelt, or that stands beside a setting which contradicts it."""
-    settings = sampler_settings(getattr(args, "sampler", None))
-    if settings is None:
+def check_sampler(args: Any, chosen: SamplerSettings | None) -> None:
+    """Refuse a `sampler` beside a setting which contradicts it."""
+    if chosen is None:
         return
     if not getattr(args, "shuffle_dataset", True):
         raise ValueError(
-            f"`shuffle_dataset`=False asks for the order of the data set and `sampler`={settings.name!r} for another: "
+            f"`shuffle_dataset`=False asks for the order of the data set and `sampler`={chosen.name!r} for another: "
             "leave one out"
         )
     if args.ignore_data_skip:

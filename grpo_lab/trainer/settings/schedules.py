@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,6 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
     """``{reward name: schedule}`` from the configuration. Raises ``ValueError`` naming the reward and the setting."""
     if written is None:
         return {}
-    if isinstance(written, str):
-        written = json.loads(written)
     if not isinstance(written, Mapping):
         raise ValueError(
             f"`reward_schedules` is {written!r}; it must be a mapping of reward names to schedules, such as "

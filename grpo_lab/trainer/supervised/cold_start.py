@@ -8,8 +8,8 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.trainer.settings.choices import check_choices
-from grpo_lab.trainer.settings.parse import refuse_unknown
 
 
 def check_cold_start(arguments: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
+from grpo_lab.nearest import refuse_unknown
 from grpo_lab.trainer.settings.choices import check_choices
-from grpo_lab.trainer.settings.parse import refuse_unknown
 
 Method = Literal["dpo", "simpo"]
 PAIR = ("prompt", "chosen", "rejected")

@@ -1,0 +1,188 @@
+"""``LabConfig`` on the roads that teams use: parsers, YAML, JSON, copies, records of a run; every mapping on each of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import HfArgumentParser
+from trl import ScriptArguments, TrlParser
+
+from grpo_lab import LabConfig
+from grpo_lab.nearest import UnknownSettingError
+from grpo_lab.trainer.resume.saved_arguments import picklable
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
+
+FLAT: dict[str, Any] = {
+    "output_dir": "unused",
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 64,
+    "learning_rate": 2e-6,
+    "reward_weights": [1.0, 0.5],
+}
+OURS: dict[str, Any] = {
+    "objective": {"name": "dr_grpo", "epsilon": 0.1, "epsilon_high": 0.3},
+    "advantage": {"name": "group_zscore", "epsilon": 1e-6},
+    "kl": {"estimator": "k2", "placement": "loss", "coefficient": 0.1},
+    "rollout": {"thinking_budget": 32, "budget_text": " So:</think>"},
+    "reward_schedules": {"accuracy_reward": {"kind": "warmup", "start": 10, "value": 0.5}},
+    "reset_optimizer": True,
+    "sampler": {"name": "prioritized", "floor": 0.1},
+    "update": {"dead_groups": "keep", "max_tokens": 4096},
+}
+ALL = {**FLAT, **OURS}
+
+
+@pytest.fixture(scope="module")
+def first() -> LabConfig:
+    return LabConfig(**ALL)
+
+
+def words(values: dict[str, Any]) -> list[str]:
+    """A command line: mappings as JSON, lists word by word."""
+    line: list[str] = []
+    for name, value in values.items():
+        given = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        line += [f"--{name}", *map(str, given)]
+    return line
+
+
+def same(a: LabConfig, b: LabConfig) -> bool:
+    flat = (
+        "loss_type",
+        "scale_rewards",
+        "beta",
+        "epsilon",
+        "epsilon_high",
+        "learning_rate",
+        "reward_weights",
+        "reset_optimizer",
+    )
+    flat += ("steps_per_generation", "generation_batch_size", "importance_sampling_level")
+    return a.lab_settings == b.lab_settings and all(getattr(a, name) == getattr(b, name) for name in flat)
+
+
+def by_hf(folder: Path, _: LabConfig) -> LabConfig:
+    return HfArgumentParser(LabConfig).parse_args_into_dataclasses(args=words(ALL))[0]
+
+
+def by_hf_json(folder: Path, _: LabConfig) -> LabConfig:
+    (folder / "run.json").write_text(json.dumps(ALL))
+    return HfArgumentParser(LabConfig).parse_json_file(str(folder / "run.json"))[0]
+
+
+def by_hf_yaml(folder: Path, _: LabConfig) -> LabConfig:
+    (folder / "run.yaml").write_text(yaml.safe_dump(ALL))
+    return HfArgumentParser(LabConfig).parse_yaml_file(str(folder / "run.yaml"))[0]
+
+
+def by_trl(folder: Path, _: LabConfig) -> LabConfig:
+    """As TRL's own scripts: several dataclasses, a YAML, and words that win over it."""
+    (folder / "run.yaml").write_text(yaml.safe_dump({**ALL, "learning_rate": 1.0, "dataset_name": "d"}))
+    line = ["--config", str(folder / "run.yaml"), "--learning_rate", "2e-6"]
+    _, found = TrlParser((ScriptArguments, LabConfig)).parse_args_and_config(args=line)
+    return found
+
+
+def by_words_over_yaml(folder: Path, _: LabConfig) -> LabConfig:
+    """A mapping on the command line takes the place of the YAML's, whole."""
+    (folder / "run.yaml").write_text(yaml.safe_dump({**ALL, "kl": {"estimator": "k1", "coefficient": 0.5}}))
+    line = ["--config", str(folder / "run.yaml"), "--kl", json.dumps(OURS["kl"])]
+    return TrlParser(LabConfig).parse_args_and_config(args=line)[0]
+
+
+def by_record(folder: Path, config: LabConfig) -> LabConfig:
+    return LabConfig.from_dict(config.to_dict())
+
+
+def by_json_string(folder: Path, config: LabConfig) -> LabConfig:
+    return LabConfig.from_dict(json.loads(config.to_json_string()))
+
+
+def by_yaml_of_the_record(folder: Path, config: LabConfig) -> LabConfig:
+    return LabConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict())))
+
+
+def by_training_args(folder: Path, config: LabConfig) -> LabConfig:
+    """As the Trainer keeps it beside each checkpoint."""
+    torch.save(picklable(config), folder / "training_args.bin")
+    return torch.load(folder / "training_args.bin", weights_only=False)
+
+
+def by_replace(folder: Path, config: LabConfig) -> LabConfig:
+    changed = dataclasses.replace(config, seed=7, generation_batch_size=None)
+    assert (changed.seed, config.seed) == (7, 42)
+    return changed
+
+
+ROADS: list[Callable[[Path, LabConfig], LabConfig]] = [
+    by_hf, by_hf_json, by_hf_yaml, by_trl, by_words_over_yaml, by_record, by_json_string, by_yaml_of_the_record, by_training_args,
+    by_replace, lambda _, config: copy.deepcopy(config),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("road", ROADS, ids=lambda road: road.__name__)
+def test_every_mapping_on_every_road(
+    road: Callable[[Path, LabConfig], LabConfig], first: LabConfig, tmp_path: Path
+) -> None:
+    found = road(tmp_path, first)
+    assert type(found) is LabConfig
+    assert same(found, first)
+
+
+def test_the_example_sets_every_mapping(first: LabConfig) -> None:
+    """Else the roads above would show less than they say."""
+    assert set(OURS) == set(OUR_FIELDS)
+    settings, default = first.lab_settings, LabSettings()
+    assert all(getattr(settings, name) != getattr(default, name) for name in LabSettings.__dataclass_fields__)
+
+
+def test_a_deep_copy_shares_nothing(first: LabConfig) -> None:
+    other = copy.deepcopy(first)
+    other.kl["coefficient"] = 0.9
+    assert first.kl["coefficient"] == 0.1
+
+
+def test_the_record_holds_no_token_and_reads_without_it() -> None:
+    config = LabConfig(**FLAT, hub_token="secret")
+    assert "secret" not in config.to_json_string()
+    assert LabConfig.from_dict(config.to_dict()).hub_token is None
+
+
+def test_a_record_of_a_drop_in_run_reads_as_one() -> None:
+    found = LabConfig.from_dict(LabConfig(**FLAT, loss_type="bnpo", beta=0.04).to_dict())
+    assert (found.loss_type, found.beta, found.objective) == ("bnpo", 0.04, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kl": '{"estimater": "k2"}'}, "`kl` has no setting 'estimater'; did you mean 'estimator'"),
+        ({"kl": '{"estimator": '}, "`kl` is .* which is no JSON"),
+        ({"update": {"max_tokens": "many"}}, "`update.max_tokens` is 'many'; it must be a whole number"),
+        ({"sampler": "prioritised"}, "`sampler.name` is 'prioritised'; it must be 'prioritized', 'curriculum' or"),
+        ({"rollout": "thinking"}, "`rollout` is 'thinking'; it must be a mapping of settings"),
+        ({"reward_schedules": {"r": {"kind": "warmpu"}}}, r"`reward_schedules\.r`.*did you mean 'warmup'"),
+        ({"learning_rat": 1.0}, "`LabConfig` has no setting 'learning_rat'; did you mean 'learning_rate'"),
+    ],
+)
+def test_what_is_wrong_is_said_on_every_road(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LabConfig.from_dict({**FLAT, **changed})
+
+
+def test_an_unknown_key_of_a_mapping_is_also_a_type_error() -> None:
+    with pytest.raises(UnknownSettingError):
+        LabConfig(**FLAT, kl={"estimater": "k2"})
