@@ -12,7 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.pipelines.recipe_file import read_yaml
@@ -24,6 +24,7 @@ from grpo_lab.reading import (
     OnlySwitch,
     Positive,
     Temperature,
+    must_be,
     read,
     settings,
 )
@@ -88,7 +89,7 @@ class DataSection:
 class RewardSection:
     """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its arguments."""
 
-    name: str
+    name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 

@@ -68,7 +68,7 @@ class EngineOptions:
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineOptions:
         """Options from a recipe's mapping; unknown keys are refused with the nearest known one."""
         known = [field.name for field in dataclasses.fields(cls)]
-        refuse_unknown(settings, known, "the engine")
+        refuse_unknown(settings, known, "`engine`")
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
