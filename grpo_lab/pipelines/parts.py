@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.pipelines.named_objects import load_named
+from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
 from grpo_lab.pipelines.recipe import (
     DataSection,
     EvaluationSection,
@@ -238,24 +238,25 @@ def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
     from grpo_lab.trainer.settings import parse as settings
+    from grpo_lab.trainer.settings.knobs import kinds_of
     from grpo_lab.trainer.settings.rollout import RolloutSettings
     from grpo_lab.trainer.settings.sampler import SamplerSettings
 
     mappings: dict[str, Any] = {
-        "objective": settings.ObjectiveSettings,
-        "advantage": settings.AdvantageSettings,
         "kl": settings.KLSettings,
         "update": settings.UpdateSettings,
         "rollout": RolloutSettings,
         "sampler": SamplerSettings,
     }
     arguments = typed(recipe.arguments, LabConfig)
+    for name in set(arguments) & set(hints_of(LabConfig)):
+        if arguments[name] is True and name in (*mappings, "objective", "advantage", "output_dir", "reward_schedules"):
+            raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
+    working_folder_on_path()  # a team's module may stand in these two
+    mappings |= kinds_of(arguments.get("objective"), arguments.get("advantage"))
     for name, kind in mappings.items():
         if isinstance(arguments.get(name), Mapping):
             arguments[name] = typed(arguments[name], kind, name)
-    for name in set(arguments) & set(hints_of(LabConfig)):
-        if arguments[name] is True and name in (*mappings, "output_dir", "reward_schedules"):
-            raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
     return dataclasses.replace(recipe, arguments=arguments)
 
 

@@ -143,7 +143,7 @@ def test_the_door(rewards: Tensor, size: int, message: str) -> None:
 def test_names_at_the_door() -> None:
     with pytest.raises(ValueError, match=r"`advantage` is 'group_meen'; it must be one of .*group_mean"):
         advantage_rule("group_meen")
-    with pytest.raises(ValueError, match=r"'raw' does not take .*epsilon"):
+    with pytest.raises(ValueError, match=r"`advantage` .*Raw does not take .*epsilon"):
         advantage_rule("raw", epsilon=1e-6)
 
 
