@@ -17,11 +17,26 @@ _HOMES = {
     "DrGRPOTrainer": "grpo_lab.trainer",
     "KimiTrainer": "grpo_lab.trainer",
     "R1ZeroTrainer": "grpo_lab.trainer",
+    "register_advantage": "grpo_lab.advantages",
+    "register_aggregation": "grpo_lab.objectives",
+    "register_objective": "grpo_lab.objectives",
 }
 
-__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "R1ZeroTrainer", "__version__"]
+__all__ = [
+    "DrGRPOTrainer",
+    "KimiTrainer",
+    "LabConfig",
+    "LabTrainer",
+    "R1ZeroTrainer",
+    "__version__",
+    "register_advantage",
+    "register_aggregation",
+    "register_objective",
+]
 
 if TYPE_CHECKING:
+    from grpo_lab.advantages import register_advantage
+    from grpo_lab.objectives import register_aggregation, register_objective
     from grpo_lab.trainer import DrGRPOTrainer, KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,19 @@ def grpo_lab_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data not found at {folder}; set GRPO_LAB_DATA to the folder that holds gsm8k/, math/, …")
     return folder
+
+
+@pytest.fixture
+def tables() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    from grpo_lab.advantages import RULES, TOKEN_RULES
+    from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES
+
+    kept = [(table, dict(table)) for table in (RULES, TOKEN_RULES, AGGREGATIONS, PRESETS, SURROGATES)]
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,14 @@ from grpo_lab import _HOMES
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
 
-BASE = {"batch", "masked", "nearest"}
+BASE = {"batch", "masked", "nearest", "registry"}
 MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "curation", "diagnostics"}
 ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "masked": set(),
     "nearest": set(),
     "reading": {"nearest"},
+    "registry": {"nearest"},
     "verifiers": set(),
     "objectives": BASE,
     "advantages": BASE,
@@ -36,11 +37,11 @@ ALLOWED: dict[str, set[str]] = {
     "pipelines": BASE | MIDDLE | {"verifiers", "trainer", "evaluation", "testing", "reading"},
     "evaluation": BASE | MIDDLE | {"verifiers", "trainer"},
     "cli": BASE | MIDDLE | {"verifiers", "trainer", "pipelines", "evaluation", "testing"},
-    "__init__": {"trainer"},
+    "__init__": {"trainer", "objectives", "advantages"},
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"batch", "masked", "nearest", "objectives", "advantages"}
+PURE = {"batch", "masked", "nearest", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 
@@ -49,7 +50,10 @@ HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
 MAY_LOAD_HEAVY = {"trainer", "pipelines", "evaluation", "cli"}
 OWN_PROCESS = {"verifiers/math_worker.py"}
 """Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
-LIGHT = ("grpo_lab", *(f"grpo_lab.{room}" for room in ("batch", "masked", "verifiers", *sorted(MIDDLE), "testing")))
+LIGHT = (
+    "grpo_lab",
+    *(f"grpo_lab.{room}" for room in ("batch", "masked", "registry", "verifiers", *sorted(MIDDLE), "testing")),
+)
 """Importing any of these must load none of ``FORBIDDEN``."""
 FORBIDDEN = ("trl", "transformers", "vllm", "math_verify")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,26 @@ def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return std if keepdim else std.squeeze(dim)
+
+
+def population_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """NaN-aware standard deviation with n in the denominator: of these completions, not of what they were drawn from."""
+    centred = values - values.nanmean(dim=dim, keepdim=True)
+    count = (~values.isnan()).sum(dim=dim, keepdim=True).clamp(min=1)
+    std = (centred.square().nansum(dim=dim, keepdim=True) / count).sqrt()
+    return std if keepdim else std.squeeze(dim)
+
+
+#: setting ``std`` of a rule → the standard deviation it divides by
+DEVIATIONS: dict[str, Callable[[Tensor, int, bool], Tensor]] = {"sample": sample_std, "population": population_std}
+
+
+def check_std(std: str) -> None:
+    """At the door of the rules that divide by a standard deviation: which one."""
+    if std not in DEVIATIONS:
+        raise ValueError(
+            f"`advantage.std` is {std!r}; it must be one of {sorted(DEVIATIONS)} (n − 1 or n in the denominator)"
+        )
 
 
 def check_epsilon(epsilon: float) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.groups import check_epsilon, group_average, sample_std
+from grpo_lab.advantages.groups import DEVIATIONS, check_epsilon, check_std, group_average
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Process:
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε is not given there; it is that of
-    ``group_zscore``, and so is the standard deviation (n − 1), so that with one step a completion, ending at its last token,
+    ``group_zscore``, and so is the standard deviation (``std``), so that with one step a completion, ending at its last token,
     this is outcome GRPO to the last bit.
 
     Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of this rank's rows
@@ -74,10 +75,15 @@ class Process:
     scored get nothing; a group whose steps all score alike is dead.
     """
 
+    #: advantages per token: ``normalised`` and ``spread`` instead of a call on ``[N]`` rewards
+    level: ClassVar[str] = "token"
+
     epsilon: float = 1e-4
+    std: str = "sample"
 
     def __post_init__(self) -> None:
         check_epsilon(self.epsilon)
+        check_std(self.std)
 
     def normalised(self, table: StepTable) -> StepTable:
         """The table with r̃ in place of the scores; 0 where a step was unscorable."""
@@ -88,7 +94,7 @@ class Process:
         width = int(torch.bincount(group, minlength=1).max()) if group.numel() else 1
         ragged = table.score.new_full((groups, max(width, 1)), float("nan"))
         ragged[group, place] = table.score
-        standard = (ragged - group_average(ragged)) / (sample_std(ragged, dim=1, keepdim=True) + self.epsilon)
+        standard = (ragged - group_average(ragged)) / (DEVIATIONS[self.std](ragged, 1, True) + self.epsilon)
         return StepTable(table.row, table.end, standard[group, place].nan_to_num(nan=0.0), table.rows, table.group_size)
 
 

@@ -9,6 +9,7 @@ from grpo_lab.objectives.aggregation import (
     aggregation,
     fixed_budget,
     local_token_mean,
+    register_aggregation,
     sequence_mean,
     sequence_sum,
     token_mean,
@@ -16,22 +17,32 @@ from grpo_lab.objectives.aggregation import (
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
+from grpo_lab.objectives.literal import LiteralRow
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
-from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, preset, surrogate
-from grpo_lab.objectives.ratios import log_ratio, sampler_correction, sequence_log_ratio, token_log_ratio
+from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, is_ours, preset, register_objective, surrogate
+from grpo_lab.objectives.ratios import (
+    RATIO_LEVELS,
+    literal_log_ratios,
+    log_ratio,
+    sampler_correction,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 from grpo_lab.objectives.reinforce import Reinforce
 from grpo_lab.objectives.unclipped import Unclipped
 
 __all__ = [
     "AGGREGATIONS",
     "PRESETS",
+    "RATIO_LEVELS",
     "SURROGATES",
     "Aggregation",
     "Clipped",
     "Denominators",
     "DetachedWeight",
     "KLTerm",
+    "LiteralRow",
     "MirrorDescent",
     "Objective",
     "Preset",
@@ -41,12 +52,16 @@ __all__ = [
     "Unclipped",
     "aggregation",
     "fixed_budget",
+    "is_ours",
     "k1",
     "k2",
     "k3",
+    "literal_log_ratios",
     "local_token_mean",
     "log_ratio",
     "preset",
+    "register_aggregation",
+    "register_objective",
     "sampler_correction",
     "sequence_log_ratio",
     "sequence_mean",

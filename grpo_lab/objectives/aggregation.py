@@ -9,14 +9,20 @@ rows were cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from grpo_lab import registry
 from grpo_lab.batch import Denominators
 from grpo_lab.masked import masked_row_mean, masked_sum
 
 Aggregation = Callable[[Tensor, Tensor, Denominators], Tensor]
-"""``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``."""
+"""``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``. One with an attribute ``local_denominator = True`` divides by
+what is in the local micro-batch, by definition; then rows stay in the micro-batches that TRL cuts."""
+Rows = list[list[float]]
+RESERVED = ("name",)
+"""Keys of ``aggregation: {…}`` that cannot be knobs."""
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
@@ -39,6 +45,13 @@ def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
     return masked_sum(loss, mask) / tokens
 
 
+def divides_locally(aggregate: Aggregation) -> Aggregation:
+    """Marks an aggregation whose denominator is that of the local micro-batch."""
+    aggregate.__dict__["local_denominator"] = True
+    return aggregate
+
+
+@divides_locally
 def local_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """Token mean of each micro-batch, averaged over micro-batches; TRL's ``bnpo``.
 
@@ -71,9 +84,28 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_sum": sequence_sum,
 }
 
+#: the same over single floats, for the start-up proof: ``literal(rows of tokens, denominators) -> float``
+LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
+    sequence_mean: lambda rows, d: sum(sum(row) / len(row) for row in rows) / d.rows,
+    token_mean: lambda rows, d: sum(map(sum, rows)) / float(d.tokens),
+    local_token_mean: lambda rows, d: sum(map(sum, rows)) / sum(map(len, rows)) / d.micro_batches,
+    fixed_budget: lambda rows, d: sum(map(sum, rows)) / (d.rows * d.budget),
+    sequence_sum: lambda rows, d: sum(map(sum, rows)) / d.rows,
+}
 
-def aggregation(name: str) -> Aggregation:
-    """The aggregation called ``name``."""
-    if name not in AGGREGATIONS:
-        raise ValueError(f"`aggregation` is {name!r}; it must be one of {sorted(AGGREGATIONS)}, or a callable")
-    return AGGREGATIONS[name]
+
+def aggregation(name: str, **knobs: Any) -> Aggregation:
+    """The aggregation called ``name``, with its knobs where it is a dataclass."""
+    average: Aggregation = registry.built(registry.found(AGGREGATIONS, name, "aggregation"), knobs, "aggregation")
+    return average
+
+
+def register_aggregation(name: str, part: Any = None) -> Any:
+    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
+
+    Raises:
+        ValueError: the name is another object's already, or the part cannot be called.
+    """
+    if part is None:
+        return lambda later: register_aggregation(name, later)
+    return registry.add(AGGREGATIONS, name, part, RESERVED, "aggregation")

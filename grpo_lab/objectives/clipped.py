@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,17 @@ class Clipped:
     negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv 2507.18071).
 
     Args:
-        epsilon_low, epsilon_high: clip widths, fractions. ``epsilon_high=None`` means equal to ``epsilon_low``.
+        epsilon, epsilon_high: clip widths (ε_low, ε_high), fractions. ``epsilon_high=None`` means equal to ``epsilon``.
         delta: upper bound of ρ; must exceed 1 + ε_high to have a meaning beyond the clip.
     """
 
-    epsilon_low: float = 0.2
+    epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon_low <= 1:
-            raise ValueError(f"`epsilon` (low) is {self.epsilon_low}; it must lie in [0, 1]")
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"`epsilon` (low) is {self.epsilon}; it must lie in [0, 1]")
         if not self.high >= 0:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
         if self.delta is not None and not self.delta > 0:
@@ -36,19 +38,26 @@ class Clipped:
 
     @property
     def high(self) -> float:
-        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         ratio = batch.ratio
-        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.high)
+        clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
         return -torch.min(self._bounded(ratio) * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``."""
         ratio = self._bounded(batch.ratio)
-        low = (ratio < 1 - self.epsilon_low) & (batch.advantages < 0)
+        low = (ratio < 1 - self.epsilon) & (batch.advantages < 0)
         high = (ratio > 1 + self.high) & (batch.advantages > 0)
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        ratio = math.exp(row.log_ratios[t])
+        clipped = min(max(ratio, 1 - self.epsilon), 1 + self.high)
+        bounded = ratio if self.delta is None else min(ratio, self.delta)
+        return -min(bounded * row.advantage, clipped * row.advantage)
 
     def _bounded(self, ratio: Tensor) -> Tensor:
         return ratio if self.delta is None else ratio.clamp(max=self.delta)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.masked import masked_sum, safe
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class MirrorDescent:
 
     #: reads log π and log π_i of whole responses itself: the importance ratio's level has no effect
     reads_ratio: ClassVar[bool] = False
+    #: R is of the whole response: a sampler weight per token would weigh parts of it apart
+    whole_response: ClassVar[bool] = True
+    #: R = 0 until the policy has moved
+    idle_on_policy: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.tau) and self.tau >= 0):
@@ -45,3 +50,8 @@ class MirrorDescent:
         moved = safe(batch.logps - batch.old_logps, batch.mask)
         response = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
         return -batch.advantages * batch.logps + 0.5 * self.tau * response * moved
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        moved = [new - old for new, old in zip(row.logps, row.old_logps, strict=True)]
+        return -row.advantage * row.logps[t] + self.tau / 2 * sum(moved) * moved[t]

@@ -16,7 +16,13 @@ from grpo_lab.objectives.kl import KLTerm
 Surrogate = Callable[[TokenBatch], Tensor]
 """``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
 ``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows) of
-the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out."""
+the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out.
+
+What else a surrogate may say of itself, as class attributes or methods, and what holds where it does not:
+``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
+``whole_response`` (False): the loss is of whole responses; then a sampler correction per token is refused.
+``idle_on_policy`` (none): names of knobs that do nothing until the policy has moved; said once where it never does.
+``literal(row, t)``: the formula over single floats, for the start-up proof (``literal``)."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,16 @@ class Objective:
     aggregate: Aggregation
     ratio: str = "token"
     kl: KLTerm | None = None
+
+    @property
+    def local_denominator(self) -> bool:
+        """Whether the aggregation divides by what is in the local micro-batch, by definition."""
+        return bool(getattr(self.aggregate, "local_denominator", False))
+
+    @property
+    def whole_response(self) -> bool:
+        """Whether the surrogate is about responses as a whole."""
+        return bool(getattr(self.surrogate, "whole_response", False))
 
     @property
     def kl_in_loss(self) -> KLTerm | None:

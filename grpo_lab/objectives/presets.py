@@ -1,7 +1,7 @@
 """Named points in advantage × ratio × surrogate × aggregation. A new paper is one row here.
 
 Numbers that a user tunes (ε, δ, β) are not part of a row: they come from TRL's own settings (``epsilon``,
-``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping. ``paper`` holds the authors' values for the docs
+``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping: they are the fields of the surrogate's dataclass. ``paper`` holds the authors' values for the docs
 and ``--dry-run``.
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from grpo_lab import registry
+from grpo_lab.objectives.aggregation import AGGREGATIONS
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.mirror_descent import MirrorDescent
@@ -62,21 +65,18 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-SURROGATES: dict[str, type] = {
+SURROGATES: dict[str, Any] = {
     "reinforce": Reinforce,
     "unclipped": Unclipped,
     "clipped": Clipped,
     "cispo": DetachedWeight,
     "mirror_descent": MirrorDescent,
 }
-#: settings of ``objective`` that each surrogate reads; anything else beside it would have no effect
-KNOBS: dict[str, tuple[str, ...]] = {
-    "reinforce": (),
-    "unclipped": (),
-    "clipped": ("epsilon", "epsilon_high", "delta"),
-    "cispo": ("epsilon", "epsilon_high"),
-    "mirror_descent": ("tau",),
-}
+OUR_PRESETS = frozenset(PRESETS)
+#: what this package brings: proved by ``literal``, and not asked before every step
+_OURS = (*SURROGATES.values(), *AGGREGATIONS.values())
+RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
+"""Keys of ``objective: {…}`` that cannot be knobs."""
 
 
 def preset(name: str) -> Preset:
@@ -86,19 +86,56 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def surrogate(
-    name: str, epsilon: float, epsilon_high: float | None, delta: float | None, tau: float | None = None
-) -> Surrogate:
-    """The surrogate called ``name`` with TRL's clip settings (or τ); a bound that it cannot honour is refused."""
-    if name not in SURROGATES:
-        raise ValueError(f"`surrogate` is {name!r}; it must be one of {sorted(SURROGATES)}, or a callable")
-    if delta is not None and name != "clipped":
-        raise ValueError(f"`delta`={delta} bounds the clipped surrogate and has no effect on {name!r}; leave it out")
-    if name == "clipped":
-        return Clipped(epsilon, epsilon_high, delta)
-    if name == "cispo":
-        return DetachedWeight(epsilon if epsilon_high is None else epsilon_high)
-    if name == "mirror_descent" and tau is not None:
-        return MirrorDescent(tau)
-    built: Surrogate = SURROGATES[name]()
-    return built
+def surrogate(name: str, **knobs: Any) -> Surrogate:
+    """The surrogate called ``name`` with its knobs, the fields of its dataclass; one that it does not have is refused."""
+    push: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
+    return push
+
+
+def is_ours(part: Any) -> bool:
+    """Whether a surrogate or aggregation in force is one of this package's, and not a team's."""
+    return any(part is one or type(part) is one for one in _OURS)
+
+
+def register_objective(
+    name: str,
+    part: Any = None,
+    *,
+    advantage: str = "group_zscore",
+    aggregation: str = "sequence_mean",
+    ratio: str = "token",
+    source: str = "",
+    paper: Mapping[str, float | str] | None = None,
+) -> Any:
+    """Make ``objective: name`` mean the surrogate ``part`` with these parts around it. A function, or a decorator without ``part``.
+
+    Args:
+        part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a surrogate.
+            What is new becomes a surrogate of this name, too.
+        advantage, aggregation, ratio: as in ``objective``; GRPO's where nothing is said.
+        source, paper: for ``--dry-run`` and the model card.
+
+    Returns:
+        ``part``.
+
+    Raises:
+        ValueError: the name is another's already, the part cannot be called, or has a field that ``objective`` means something
+            else by (``RESERVED``).
+    """
+    if part is None:
+        return lambda later: register_objective(
+            name, later, advantage=advantage, aggregation=aggregation, ratio=ratio, source=source, paper=paper
+        )
+    known = part if isinstance(part, str) else name
+    row = Preset(advantage, known, aggregation, source or "a team's own", ratio, dict(paper or {}))
+    if name in PRESETS and PRESETS[name] != row:
+        raise ValueError(
+            f"objective {name!r} is registered already with other parts ({PRESETS[name]}): choose another name"
+        )
+    if isinstance(part, str):
+        registry.found(SURROGATES, part, "surrogate")
+        registry.check_name({}, name, part, "objective")
+    else:
+        registry.add(SURROGATES, name, part, RESERVED, "objective")
+    PRESETS[name] = row
+    return part

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,7 @@ class Reinforce:
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         return -batch.advantages * batch.logps
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        return -row.advantage * row.logps[t]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives.literal import LiteralRow
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,7 @@ class Unclipped:
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         return -batch.ratio * batch.advantages
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        return -math.exp(row.log_ratios[t]) * row.advantage

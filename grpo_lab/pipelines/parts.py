@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.nearest import refuse_unknown
-from grpo_lab.pipelines.named_objects import load_named
+from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
 from grpo_lab.pipelines.recipe import (
     DataSection,
     EvaluationSection,
@@ -236,18 +236,17 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
+    from grpo_lab.trainer.settings.knobs import kinds_of
     from grpo_lab.trainer.settings.parse import LabSettings
 
     arguments = typed(recipe.arguments, LabConfig)
-    for name in (
-        "objective",
-        "advantage",
-    ):  # what they tune are TRL's flat settings; the other mappings read themselves
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = typed(arguments[name], LabConfig, name)
     for name in set(arguments) & set(hints_of(LabConfig)):
         if arguments[name] is True and name in (*LabSettings.__dataclass_fields__, "output_dir"):
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
+    working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
+    for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
+        if isinstance(arguments.get(name), Mapping):
+            arguments[name] = typed(arguments[name], kind, name)
     return dataclasses.replace(recipe, arguments=arguments)
 
 

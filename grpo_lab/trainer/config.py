@@ -9,8 +9,9 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from grpo_lab import registry
 from grpo_lab.nearest import refuse_unknown
-from grpo_lab.objectives import MirrorDescent, preset
+from grpo_lab.objectives import preset
 from grpo_lab.trainer.settings.algorithm import (
     NOT_TRLS,
     TRL_EQUIVALENT,
@@ -21,6 +22,7 @@ from grpo_lab.trainer.settings.algorithm import (
 )
 from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.settings.knobs import CLIP, advantage_choice, with_registered, written
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
 
@@ -53,10 +55,10 @@ class LabConfig(GRPOConfig):
     """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
 
     Args:
-        objective: name of a preset (``grpo``, ``dr_grpo``, ``dapo``, ``bnpo``, ``gspo``, ``cispo``, ``reinforce``,
-            ``mirror_descent``) or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, epsilon: …, …}``. ``None``: TRL's own ``loss_type``,
-            ``scale_rewards``, ``importance_sampling_level`` … are in force.
-        advantage: name of a rule, or a mapping ``{name: …, epsilon: …}``; overrides the preset's.
+        objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of one that a team's module registers, or a
+            mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is a knob of the surrogate, a field
+            of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``, ``importance_sampling_level`` … are in force.
+        advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
@@ -132,11 +134,14 @@ class LabConfig(GRPOConfig):
         if settings.kl is not None:
             self._agree_on_beta(settings)
         check_sampling_correction(self)
-        refuse_token_weights(self, algorithm_from(self, settings))  # a wrong name raises before the model is loaded
+        algorithm = algorithm_from(self, settings)  # a wrong name raises before the model is loaded
+        refuse_token_weights(self, algorithm)
+        if settings.objective is not None:
+            clip_in_force(self, algorithm)
 
     @property
     def lab_settings(self) -> LabSettings:
-        return lab_settings(self)
+        return with_registered(lab_settings(self))
 
     def _agree_on_beta(self, settings: LabSettings) -> None:
         assert settings.kl is not None
@@ -165,14 +170,6 @@ class LabConfig(GRPOConfig):
         return cls(**given)
 
 
-def written(args: Any, name: str) -> bool:
-    """Whether ``name`` was set by the user: written down in the constructor, or different from its default."""
-    if name in getattr(args, "_written", frozenset()):
-        return True
-    default = next(f.default for f in dataclasses.fields(args) if f.name == name)
-    return bool(getattr(args, name) != default)
-
-
 def refuse_contradictions(args: Any, settings: LabSettings) -> None:
     """Refuse TRL settings beside ``objective`` that it does not honour, or that say the same thing differently."""
     chosen = settings.objective
@@ -191,8 +188,7 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
     if not derived:  # else it was written by ``agree_with_trl``; a saved record may hold a part by another name
         _same(args, "loss_type", loss_type, "objective", chosen.name)
     _same(args, "importance_sampling_level", chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio)
-    rule = settings.advantage.name if settings.advantage and settings.advantage.name else chosen.advantage
-    rule = row.advantage if rule is None else rule
+    rule = _rule(settings)
     _same(
         args,
         "scale_rewards",
@@ -200,7 +196,7 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
         "advantage",
         rule,
     )
-    for name in ("epsilon", "epsilon_high", "delta"):
+    for name in CLIP:
         ours = chosen.knobs.get(name)
         if ours is not None:
             _same(args, name, ours, f"objective.{name}", ours)
@@ -221,11 +217,11 @@ def agree_on_advantages(args: Any, rule: Any) -> None:
 
 def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
     """Whole responses are weighed as a whole."""
-    whole = algorithm.objective is not None and isinstance(algorithm.objective.surrogate, MirrorDescent)
+    whole = algorithm.objective is not None and algorithm.objective.whole_response
     mode = args.vllm_importance_sampling_mode
     if whole and args.use_vllm and args.vllm_importance_sampling_correction and mode.startswith("token"):
         raise ValueError(
-            f"`vllm_importance_sampling_mode` is {mode!r}, and mirror descent is about whole responses: use "
+            f"`vllm_importance_sampling_mode` is {mode!r}, and the surrogate of `objective` is about whole responses: use "
             "'sequence_mask' (TRL's default) or 'sequence_truncate', or switch `vllm_importance_sampling_correction` off"
         )
 
@@ -245,12 +241,27 @@ def agree_with_trl(args: Any, settings: LabSettings) -> None:
     row = preset(chosen.name or "grpo")
     args.loss_type = trl_loss_type(chosen)
     args.importance_sampling_level = chosen.ratio or row.ratio
-    rule = (settings.advantage and settings.advantage.name) or chosen.advantage or row.advantage
+    rule = _rule(settings)
     if isinstance(rule, str) and rule in {**TRL_SCALING, **UNSCALED}:
         args.scale_rewards = {**TRL_SCALING, **UNSCALED}[rule]
-    for name in ("epsilon", "epsilon_high", "delta"):
+    for name in CLIP:
         if chosen.knobs.get(name) is not None:
             setattr(args, name, chosen.knobs[name])
+
+
+def clip_in_force(args: Any, algorithm: Algorithm) -> None:
+    """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
+    push = algorithm.objective.surrogate if algorithm.objective is not None else None
+    for name in set(CLIP) & set(registry.knobs_of(push)):
+        setattr(args, name, getattr(push, name))
+
+
+def _rule(settings: LabSettings) -> Any:
+    """The advantage rule that is named: by ``advantage``, else by the objective."""
+    chosen = settings.objective
+    assert chosen is not None
+    beside = chosen.advantage or preset(chosen.name or "grpo").advantage
+    return advantage_choice(settings.advantage, beside)[0]
 
 
 def _default(args: Any, name: str) -> Any:

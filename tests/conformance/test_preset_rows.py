@@ -38,7 +38,7 @@ def row(name: str) -> Preset:
 
 def objective(name: str, kl: KLTerm | None = None) -> Objective:
     row = preset(name)
-    push = surrogate(row.surrogate, 0.2, HIGH.get(name), None)
+    push = surrogate(row.surrogate, **({"epsilon_high": HIGH[name]} if name in HIGH else {}))
     return Objective(name, push, aggregation(row.aggregation), row.ratio, kl)
 
 
@@ -60,7 +60,7 @@ def gradient_of(objective: Objective, batch: TokenBatch) -> tuple[float, Tensor]
 
 def test_its_parts_exist(row: Preset) -> None:
     advantage_rule(row.advantage)
-    surrogate(row.surrogate, 0.2, None, None)
+    surrogate(row.surrogate)
     aggregation(row.aggregation)
     assert row.ratio in RATIO_LEVELS
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import (
     AGGREGATIONS,
+    RATIO_LEVELS,
     SURROGATES,
     Clipped,
     DetachedWeight,
@@ -69,7 +70,7 @@ def row(request: pytest.FixtureRequest) -> Row:
     return ROWS[request.param]
 
 
-@pytest.fixture(params=["token", "sequence"])
+@pytest.fixture(params=RATIO_LEVELS)
 def ratio(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -106,7 +107,7 @@ def test_the_inputs_are_left_alone(row: Row, ratio: str) -> None:
 
 
 def test_gradcheck(row: Row, ratio: str) -> None:
-    if row.detached:
+    if row.detached or ratio == "sequence_token":
         pytest.skip("a stop-gradient: compared with the hand-differentiated oracle in tests/reference")
     for batch in batches(ratio, rows=3, width=4):
         objective = Objective("row", row.make(), AGGREGATIONS["sequence_mean"], ratio)
@@ -209,14 +210,16 @@ def test_splitting_into_micro_batches_changes_nothing(row: Row, ratio: str, aggr
 
 
 def test_on_policy_the_push_is_the_score_times_the_advantage(row: Row, ratio: str) -> None:
-    """At ρ = 1 the token losses' sum has the gradient −Â at every token, at both ratio levels."""
+    """At ρ = 1 the token losses' sum has the gradient −Â at every token, whatever the level but the plain product."""
     if row.detached and row.make().bound < 1:
         pytest.skip("a bound below 1 damps on-policy tokens")
     batch = random_batch(ratio=ratio, spread=0.0)
     objective = Objective("row", row.make(), AGGREGATIONS["fixed_budget"], ratio)
     (gradient,) = torch.autograd.grad(objective.token_loss(batch).sum(), batch.logps)
-    # a [B, 1] log-ratio stands in each of the row's |y| tokens, and each token moves it by 1/|y|: −Â again
-    torch.testing.assert_close(gradient, (-batch.advantages * batch.mask), rtol=1e-12, atol=1e-12)
+    # a [B, 1] log-ratio stands in each of the row's |y| tokens, and each token moves it by 1/|y|: −Â again; a product by 1: −|y|·Â
+    whole = ratio == "product" and not row.detached and getattr(row.make(), "reads_ratio", True)
+    times = batch.mask.sum(1, keepdim=True) if whole else 1
+    torch.testing.assert_close(gradient, (-batch.advantages * times * batch.mask), rtol=1e-12, atol=1e-12)
 
 
 def test_never_pushes_the_wrong_way(row: Row, ratio: str) -> None:

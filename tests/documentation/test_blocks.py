@@ -134,6 +134,7 @@ def space(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     del sys.modules[module.__name__]
 
 
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("page", sorted({block.page for block in ALL if block.language == "python"}))
 def test_python(page: str, here: dict[str, str], tiny_settings: None, space: dict[str, Any]) -> None:
     for block in blocks(ROOT / page):

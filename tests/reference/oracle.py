@@ -19,15 +19,15 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _std(values: list[float]) -> float:
-    """n − 1 in the denominator; a single value has no spread."""
+def _std(values: list[float], std: str) -> float:
+    """n − 1 in the denominator, n for the "population"; a single value has no spread."""
     if len(values) < 2:
         return 0.0
-    centre = _mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    centre, count = _mean(values), len(values) - (std == "sample")
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count)
 
 
-def advantages(rule: str, rewards: Rewards, group_size: int, epsilon: float = 1e-4) -> list[float]:
+def advantages(rule: str, rewards: Rewards, group_size: int, epsilon: float = 1e-4, std: str = "sample") -> list[float]:
     """Advantages of a batch of whole groups; unscorable rows get 0."""
     everything = [reward for reward in rewards if reward is not None]
     result: list[float] = []
@@ -39,12 +39,12 @@ def advantages(rule: str, rewards: Rewards, group_size: int, epsilon: float = 1e
                 result.append(0.0)
                 continue
             others = [other for j, other in enumerate(group) if j != index and other is not None]
-            result.append(_advantage(rule, reward, known, others, everything, epsilon))
+            result.append(_advantage(rule, reward, known, others, everything, epsilon, std))
     return result
 
 
 def _advantage(
-    rule: str, reward: float, group: list[float], others: list[float], everything: list[float], epsilon: float
+    rule: str, reward: float, group: list[float], others: list[float], everything: list[float], epsilon: float, std: str
 ) -> float:
     if rule == "raw":
         return reward
@@ -56,9 +56,9 @@ def _advantage(
     if rule == "group_mean":
         return centred
     if rule == "group_zscore":
-        return centred / (_std(group) + epsilon)
+        return centred / (_std(group, std) + epsilon)
     if rule == "batch_zscore":
-        return centred / (_std(everything) + epsilon)
+        return centred / (_std(everything, std) + epsilon)
     raise KeyError(rule)
 
 
@@ -174,8 +174,11 @@ def loss_and_gradient(
             gradients.append(gradient)
             continue
         steps = [new - old for new, old in zip(row.logps, row.old)]
-        if ratio == "sequence":
+        if ratio in ("sequence", "sequence_token"):
             steps = [sum(steps) / length] * length
+        held = ratio == "product" and sum(steps) >= 40  # e^40: from there on a constant
+        if ratio == "product":
+            steps = [min(sum(steps), 40.0)] * length
         each = token_weight(aggregation, length, total, *denominators)
         for t in range(length):
             if surrogate_name == "mirror_descent":
@@ -196,8 +199,11 @@ def loss_and_gradient(
             if surrogate_name == "mirror_descent":  # the response's log-ratio, which every token moves by 1
                 for u in range(length):
                     gradient[u] += each * row.weights[t] * tau / 2 * (row.logps[t] - row.old[t])
-            if ratio == "token":
+            if ratio in ("token", "sequence_token"):  # s_{i,t} = sg[s_i] · π/sg[π]: only its own token moves it
                 gradient[t] += each * by_log_ratio
+            elif ratio == "product":  # every token of the row moves Σ log ρ by 1
+                for u in range(length):
+                    gradient[u] += 0.0 if held else each * by_log_ratio
             else:  # every token of the row moves the row's mean log-ratio by 1/length
                 for u in range(length):
                     gradient[u] += each * by_log_ratio / length

@@ -18,6 +18,7 @@ from grpo_lab.advantages import RULES, advantage_rule
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import (
     AGGREGATIONS,
+    RATIO_LEVELS,
     SURROGATES,
     Clipped,
     DetachedWeight,
@@ -51,7 +52,7 @@ def test_every_surrogate_is_here() -> None:
 
 @pytest.mark.parametrize("kl", KLS, ids=str)
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("ratio", RATIO_LEVELS)
 @pytest.mark.parametrize("name", sorted(PUSHES))
 def test_loss_and_gradient(name: str, ratio: str, aggregation: str, kl: tuple[str, bool] | None) -> None:
     for seed, (push, clip) in enumerate(PUSHES[name]):
@@ -96,7 +97,7 @@ def compare(
     rows=st.integers(1, 7),
     width=st.integers(1, 9),
     name=st.sampled_from(sorted(PUSHES)),
-    ratio=st.sampled_from(["token", "sequence"]),
+    ratio=st.sampled_from(RATIO_LEVELS),
     aggregation=st.sampled_from(sorted(AGGREGATIONS)),
     kl=st.sampled_from(KLS),
     per_token=st.booleans(),
@@ -127,9 +128,11 @@ def test_advantages(rule: str, data: st.DataObject) -> None:
     one = st.one_of(st.none(), st.integers(-20, 20).map(lambda tenths: tenths / 10))
     rewards = data.draw(st.lists(one, min_size=size, max_size=4 * size).map(lambda r: r[: len(r) // size * size]))
     tensor = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
-    expected = oracle.advantages(rule, rewards, size)
-    # z-scores divide by std + 1e-4: a dead group's rounding of 1e-17 becomes 1e-13
-    assert advantage_rule(rule)(tensor, size).tolist() == pytest.approx(expected, rel=1e-10, abs=1e-11)
+    for std in ("sample", "population") if "zscore" in rule else ("sample",):
+        expected = oracle.advantages(rule, rewards, size, std=std)
+        made = advantage_rule(rule, **({"std": std} if "zscore" in rule else {}))
+        # z-scores divide by std + 1e-4: a dead group's rounding of 1e-17 becomes 1e-13
+        assert made(tensor, size).tolist() == pytest.approx(expected, rel=1e-10, abs=1e-11)
 
 
 def flipped(batch: TokenBatch) -> Tensor:

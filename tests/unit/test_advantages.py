@@ -19,7 +19,7 @@ from grpo_lab.advantages import (
     Raw,
     advantage_rule,
 )
-from grpo_lab.advantages.groups import group_average, is_dead, sample_std
+from grpo_lab.advantages.groups import group_average, is_dead, population_std, sample_std
 from grpo_lab.batch import RewardTable
 
 NAN = math.nan
@@ -45,6 +45,24 @@ def test_group_zscore() -> None:
     first, second = 0.5 + 1e-4, 2 / math.sqrt(3) + 1e-4
     expected = [0.75 / first] + [-0.25 / first] * 3 + [1 / second, -1 / second, -1 / second, 1 / second]
     close(GroupZScore()(REWARDS, 4), expected)
+
+
+def test_population_standard_deviation() -> None:
+    # group 1: Σ² = ¾, n = 4: variance 3/16, std √3/4; group 2: Σ² = 4, variance 1, std 1
+    first = math.sqrt(3) / 4 + 1e-4
+    expected = [0.75 / first] + [-0.25 / first] * 3 + [value / (1 + 1e-4) for value in (1, -1, -1, 1)]
+    close(GroupZScore(std="population")(REWARDS, 4), expected)
+    # the batch: Σ(r − m)² = 87/8, n = 8: variance 87/64, std √87/8
+    std = math.sqrt(87) / 8 + 1e-4
+    close(BatchZScore(std="population")(REWARDS, 4), [v / std for v in (0.75, -0.25, -0.25, -0.25, 1, -1, -1, 1)])
+    with pytest.raises(ValueError, match=r"`advantage\.std` is 'bessel'; it must be one of \['population', 'sample'\]"):
+        GroupZScore(std="bessel")
+
+
+def test_population_std_is_the_standard_librarys() -> None:
+    values = torch.tensor([[1.0, 2.0, 4.0, NAN], [0.5, NAN, NAN, NAN]], dtype=torch.float64)
+    expected = [statistics.pstdev([1.0, 2.0, 4.0]), 0.0]
+    assert population_std(values, dim=1).tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_group_zscore_epsilon_is_added_to_the_deviation_not_to_the_variance() -> None:
@@ -143,7 +161,7 @@ def test_the_door(rewards: Tensor, size: int, message: str) -> None:
 def test_names_at_the_door() -> None:
     with pytest.raises(ValueError, match=r"`advantage` is 'group_meen'; it must be one of .*group_mean"):
         advantage_rule("group_meen")
-    with pytest.raises(ValueError, match=r"'raw' does not take .*epsilon"):
+    with pytest.raises(ValueError, match=r"`advantage` .*Raw does not take .*epsilon"):
         advantage_rule("raw", epsilon=1e-6)
 
 

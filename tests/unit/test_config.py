@@ -265,7 +265,7 @@ def test_command_line(parser_class: Any) -> None:
 def test_mappings_on_the_command_line_are_json() -> None:
     line = [*LINE, "--objective", '{"name": "grpo", "epsilon": 0.1}', "--advantage", "leave_one_out"]
     (found,) = TrlParser(LabConfig).parse_args_into_dataclasses(args=line)
-    assert found.lab_settings.objective.epsilon == found.epsilon == 0.1
+    assert found.lab_settings.objective.knobs["epsilon"] == found.epsilon == 0.1
     assert found.lab_settings.advantage.name == "leave_one_out"
 
 

@@ -64,14 +64,16 @@ def test_against_loops(seed: int) -> None:
         assert (found[row, width:] == 0).all()
 
 
+@pytest.mark.parametrize("std", ["sample", "population"])
 @pytest.mark.parametrize("group_size", [2, 6, 8])
-def test_one_step_a_completion_is_outcome_grpo_to_the_bit(group_size: int) -> None:
+def test_one_step_a_completion_is_outcome_grpo_to_the_bit(group_size: int, std: str) -> None:
     draw = torch.Generator().manual_seed(group_size)
     rewards = torch.randn(group_size * 5, generator=draw, dtype=torch.float64)
     rewards[:group_size] = 0.1  # a dead group
     ends = torch.randint(0, 20, (rewards.numel(),), generator=draw).tolist()
-    found = ours([[(end, r)] for end, r in zip(ends, rewards.tolist(), strict=True)], group_size, 20)
-    outcome = advantage_rule("group_zscore")(rewards, group_size)
+    table = StepTable.of([[(end, r)] for end, r in zip(ends, rewards.tolist(), strict=True)], group_size)
+    found = spread(Process(std=std).normalised(table), 20)
+    outcome = advantage_rule("group_zscore", std=std)(rewards, group_size)
     for row, end in enumerate(ends):
         assert torch.equal(found[row, : end + 1], outcome[row].expand(end + 1))
         assert (found[row, end + 1 :] == 0).all()

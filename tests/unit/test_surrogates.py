@@ -135,19 +135,19 @@ def test_cispo_clip_share() -> None:
     assert DetachedWeight(5.0).diagnostics(one(4.0, 1.0))["cispo_clip_ratio"].item() is False
 
 
-def test_by_name_with_trls_settings() -> None:
-    assert surrogate("clipped", 0.2, 0.28, 4.0) == Clipped(0.2, 0.28, 4.0)
-    assert surrogate("cispo", 0.2, 5.0, None) == DetachedWeight(5.0)
-    assert surrogate("cispo", 0.2, None, None) == DetachedWeight(0.2)  # TRL's own default, poor as it is
-    assert surrogate("reinforce", 0.2, None, None) == Reinforce()
-    assert surrogate("unclipped", 0.2, None, None) == Unclipped()
+def test_by_name_with_its_knobs() -> None:
+    assert surrogate("clipped", epsilon=0.2, epsilon_high=0.28, delta=4.0) == Clipped(0.2, 0.28, 4.0)
+    assert surrogate("cispo", epsilon=0.2, epsilon_high=5.0).bound == DetachedWeight(5.0).bound == 5.0
+    assert surrogate("cispo", epsilon=0.2, epsilon_high=None).bound == 0.2  # TRL's own default, poor as it is
+    assert surrogate("reinforce") == Reinforce()
+    assert surrogate("unclipped") == Unclipped()
 
 
 def test_the_door() -> None:
     with pytest.raises(ValueError, match=r"`surrogate` is 'cliped'; it must be one of .*clipped"):
-        surrogate("cliped", 0.2, None, None)
-    with pytest.raises(ValueError, match=r"`delta`=4.0 .* no effect on 'reinforce'"):
-        surrogate("reinforce", 0.2, None, 4.0)
+        surrogate("cliped")
+    with pytest.raises(ValueError, match=r"`surrogate` .*Reinforce does not take \['delta'\]; it takes no settings"):
+        surrogate("reinforce", delta=4.0)
     for low in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match=r"`epsilon` \(low\)"):
             Clipped(low)

@@ -14,22 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.objectives import (
-    AGGREGATIONS,
-    Clipped,
-    DetachedWeight,
-    MirrorDescent,
-    Objective,
-    Reinforce,
-    Unclipped,
-    log_ratio,
-)
+from grpo_lab.objectives import LiteralRow, Objective, literal_log_ratios, log_ratio
+from grpo_lab.objectives.aggregation import LITERALS
 
 TokenLoss = Callable[[TokenBatch], Tensor]
 _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
@@ -180,70 +173,33 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """The formula over single floats, by loops; ``None`` for a surrogate or aggregation that is not ours."""
-    names = {function: name for name, function in AGGREGATIONS.items()}
-    if (
-        type(objective.surrogate) not in (Clipped, DetachedWeight, MirrorDescent, Reinforce, Unclipped)
-        or objective.aggregate not in names
-    ):
+    """The formula over single floats, by loops; ``None`` where the surrogate or the aggregation has not written it out."""
+    push, average = _literal_of(objective.surrogate), _literal_of(objective.aggregate)
+    if push is None or average is None:
         return None
-    rows = []
+    losses = []
     for i in range(batch.mask.size(0)):
         tokens = [t for t in range(batch.mask.size(1)) if batch.mask[i, t]]
-        logp = [batch.logps[i, t].item() for t in tokens]
+        logps = [batch.logps[i, t].item() for t in tokens]
         old = [batch.old_logps[i, t].item() for t in tokens]
         assert batch.ref_logps is not None
         ref = [batch.ref_logps[i, t].item() for t in tokens]
-        rows.append(_literal_row(objective, logp, old, ref, batch.advantages[i, 0].item()))
-    return _literal_mean(names[objective.aggregate], rows)
+        steps = [new - was for new, was in zip(logps, old, strict=True)]
+        row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
+        losses.append([push(row, t) + _literal_kl(objective, row, ref, t) for t in range(len(tokens))])
+    return float(average(losses, _DENOMINATORS))
 
 
-def _literal_row(
-    objective: Objective, logp: list[float], old: list[float], ref: list[float], advantage: float
-) -> list[float]:
-    steps = [new - was for new, was in zip(logp, old, strict=True)]
-    moved = list(steps)
-    if objective.ratio == "sequence":
-        steps = [sum(steps) / len(steps)] * len(steps)
-    losses = []
-    for t, step in enumerate(steps):
-        ratio = math.exp(step)
-        loss = _literal_surrogate(objective.surrogate, ratio, advantage, logp[t])
-        if isinstance(objective.surrogate, MirrorDescent):
-            loss = -advantage * logp[t] + objective.surrogate.tau / 2 * sum(moved) * moved[t]
-        kl = objective.kl_in_loss
-        if kl is not None:
-            x = ref[t] - logp[t]
-            value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
-            loss += kl.coefficient * value * (ratio if kl.ratio_weighted else 1.0)
-        losses.append(loss)
-    return losses
+def _literal_of(part: Any) -> Any:
+    """The formula of a part, if it is of this very class or function: a subclass that changes the tensors has not written it out."""
+    ours = next((formula for one, formula in LITERALS.items() if one is part), None)
+    return part.literal if ours is None and "literal" in vars(type(part)) else ours
 
 
-def _literal_surrogate(surrogate: object, ratio: float, advantage: float, logp: float) -> float:
-    if isinstance(surrogate, Reinforce):
-        return -advantage * logp
-    if isinstance(surrogate, Unclipped):
-        return -ratio * advantage
-    if isinstance(surrogate, DetachedWeight):
-        return -min(ratio, surrogate.bound) * advantage * logp
-    if isinstance(surrogate, MirrorDescent):
-        return math.nan  # needs the whole response: the caller writes it out
-    assert isinstance(surrogate, Clipped)
-    clipped = min(max(ratio, 1 - surrogate.epsilon_low), 1 + surrogate.high)
-    bounded = ratio if surrogate.delta is None else min(ratio, surrogate.delta)
-    return -min(bounded * advantage, clipped * advantage)
-
-
-def _literal_mean(name: str, rows: list[list[float]]) -> float:
-    d = _DENOMINATORS
-    total, count = sum(sum(row) for row in rows), sum(len(row) for row in rows)
-    if name == "sequence_mean":
-        return sum(sum(row) / len(row) for row in rows) / d.rows
-    if name == "token_mean":
-        return total / float(d.tokens)
-    if name == "local_token_mean":
-        return total / count / d.micro_batches
-    if name == "sequence_sum":
-        return total / d.rows
-    return total / (d.rows * d.budget)
+def _literal_kl(objective: Objective, row: LiteralRow, ref: list[float], t: int) -> float:
+    kl = objective.kl_in_loss
+    if kl is None:
+        return 0.0
+    x = ref[t] - row.logps[t]
+    value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
+    return kl.coefficient * value * (math.exp(row.log_ratios[t]) if kl.ratio_weighted else 1.0)

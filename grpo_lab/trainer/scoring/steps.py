@@ -103,7 +103,7 @@ def token_advantages(rule: Process, table: RewardTable, steps: dict[int, StepTab
         total = total + (part if weight == 1.0 else weight * part)
     outcome = outcome_of(table, steps)
     if outcome is not None:
-        row = GroupZScore(rule.epsilon)(outcome.total, outcome.group_size)[rows]
+        row = GroupZScore(rule.epsilon, rule.std)(outcome.total, outcome.group_size)[rows]
         total = total + row.cpu().unsqueeze(1)
     return total
 

@@ -6,18 +6,25 @@ trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from grpo_lab.advantages import AdvantageRule, advantage_rule
-from grpo_lab.nearest import refuse_unknown
-from grpo_lab.objectives import SURROGATES, Aggregation, KLTerm, Objective, Surrogate, aggregation, preset, surrogate
-from grpo_lab.objectives.presets import KNOBS
-from grpo_lab.objectives.ratios import RATIO_LEVELS
-from grpo_lab.trainer.settings.parse import AdvantageSettings, KLSettings, LabSettings, ObjectiveSettings, load_object
+from grpo_lab import registry
+from grpo_lab.advantages import AdvantageRule
+from grpo_lab.objectives import RATIO_LEVELS, SURROGATES, KLTerm, Objective, aggregation, preset, surrogate
+from grpo_lab.trainer.settings.knobs import (
+    CLIP,
+    advantage_choice,
+    advantage_from,
+    aggregation_from,
+    in_words,
+    name_of,
+    surrogate_from,
+)
+from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
 
+#: what TRL's ``importance_sampling_level`` may be
+TRL_LEVELS = ("token", "sequence")
 #: preset → (TRL's loss_type, importance_sampling_level) that say the same; ``reinforce`` has no counterpart.
 TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
     "grpo": ("grpo", "token"),
@@ -112,57 +119,52 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
-    row = preset(chosen.name) if chosen.name is not None else preset("grpo")
-    ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio")
-    epsilon, epsilon_high, delta = (
-        getattr(args, name) if chosen.knobs.get(name) is None else chosen.knobs[name]
-        for name in ("epsilon", "epsilon_high", "delta")
-    )
-    _refuse_idle(chosen, chosen.surrogate or row.surrogate)
-    push = _surrogate(chosen.surrogate or row.surrogate, epsilon, epsilon_high, delta, chosen.knobs.get("tau"))
-    average = _aggregation(chosen.aggregation or row.aggregation)
-    rule, rule_name = _advantage(settings.advantage, chosen.advantage or row.advantage)
-    kl = _kl_term(args, settings.kl)
-    names = {
-        "objective": chosen.name or "custom",
-        "advantage": rule_name,
-        "ratio": ratio,
-        "surrogate": name_of(push),
-        "aggregation": name_of(average),
-        "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
-    }
-    objective = Objective(names["objective"], push, average, ratio, kl)
+    row = preset(chosen.name or "grpo")
+    push = surrogate_from(args, chosen)
+    ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
+    average = aggregation_from(chosen.aggregation or row.aggregation)
+    beside = chosen.advantage or row.advantage
+    rule = advantage_from(settings.advantage, beside)
+    objective = Objective(chosen.name or "custom", push, average, ratio, _kl_term(args, settings.kl))
+    names = _names(objective, in_words_as(rule, advantage_choice(settings.advantage, beside)[0]))
     return Algorithm(objective, rule, None, names)
 
 
 def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
-    rule, rule_name = _advantage(settings.advantage, None)
+    rule = advantage_from(settings.advantage, None)
+    named = in_words_as(rule, settings.advantage.name) if rule and settings.advantage else _trl_advantage(args)
     reason = _why_trl(args)
     if reason is not None:
         if settings.kl is not None:
             raise ValueError(
                 f"`kl` is set, but the loss is left to TRL ({reason}), which has a KL of its own; use `beta`"
             )
-        return Algorithm(
-            None,
-            rule,
-            reason,
-            {"objective": f"trl:{args.loss_type}", "advantage": rule_name if rule else _trl_advantage(args)},
-        )
+        return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
-    push = _surrogate(kind, args.epsilon, args.epsilon_high, args.delta if kind == "clipped" else None)
-    kl = _kl_term(args, settings.kl)
-    ratio = _ratio(args.importance_sampling_level, "importance_sampling_level")
-    objective = Objective(args.loss_type, push, aggregation(LOSS_TYPES[args.loss_type]), ratio, kl)
-    names = {
-        "objective": f"trl:{args.loss_type}",
-        "advantage": rule_name if rule else _trl_advantage(args),
-        "ratio": args.importance_sampling_level,
-        "surrogate": name_of(push),
-        "aggregation": LOSS_TYPES[args.loss_type],
+    clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
+    ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", TRL_LEVELS)
+    push, average = surrogate(kind, **clip), aggregation(LOSS_TYPES[args.loss_type])
+    objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl))
+    return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
+
+
+def _names(objective: Objective, advantage: str) -> dict[str, str]:
+    kl, knobs = objective.kl, in_words(objective.surrogate, only_set=False)[len(name_of(objective.surrogate)) + 1 : -1]
+    return {
+        "objective": objective.name,
+        "advantage": advantage,
+        "ratio": objective.ratio,
+        "surrogate": name_of(objective.surrogate),
+        **({"knobs": knobs} if knobs else {}),
+        "aggregation": in_words(objective.aggregate),
         "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
     }
-    return Algorithm(objective, rule, None, names)
+
+
+def in_words_as(rule: Any, chosen: Any) -> str:
+    """The rule with the knobs that are set, under the name that it was chosen by."""
+    told = in_words(rule)[len(name_of(rule)) :]
+    return (chosen if isinstance(chosen, str) and ":" not in chosen else name_of(chosen)) + told
 
 
 def _trl_advantage(args: Any) -> str:
@@ -197,85 +199,20 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
     return KLTerm(coefficient, chosen.estimator, chosen.placement, ratio_weighted=bool(chosen.ratio_weighted))
 
 
-def _ratio(level: str, setting: str) -> str:
-    if level not in RATIO_LEVELS:
-        raise ValueError(f"`{setting}` is {level!r}; it must be one of {RATIO_LEVELS}")
+def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
+    if level not in allowed:
+        raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
     return level
 
 
-def _refuse_idle(chosen: ObjectiveSettings, kind: Any) -> None:
-    """A knob that the surrogate does not read is an error, not silence."""
-    refuse_unknown(
-        chosen.knobs, ("epsilon", "epsilon_high", "delta", "tau", "surrogate", "aggregation", "ratio"), "`objective`"
-    )
-    known = KNOBS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        if chosen.knobs.get("tau") is not None:
-            raise ValueError(f"`objective.tau` has no effect on the surrogate {name_of(kind)!r}; set it there")
-        return
-    for name in ("epsilon", "epsilon_high", "delta", "tau"):
-        if chosen.knobs.get(name) is not None and name not in known:
-            raise ValueError(
-                f"`objective.{name}`={chosen.knobs[name]} has no effect on the surrogate {kind!r}, which reads "
-                f"{list(known) or 'none of these settings'}; leave it out"
-            )
-    if chosen.ratio is not None and not getattr(SURROGATES[kind], "reads_ratio", True):
-        raise ValueError(f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {kind!r}; leave it out")
-
-
-def _surrogate(
-    chosen: Any, epsilon: float, epsilon_high: float | None, delta: float | None, tau: float | None = None
-) -> Surrogate:
-    if isinstance(chosen, str):
-        if ":" not in chosen:
-            return surrogate(chosen, epsilon, epsilon_high, delta, tau)
-        chosen = load_object(chosen, "surrogate")
-    return _callable(chosen, "surrogate")
-
-
-def _aggregation(chosen: Any) -> Aggregation:
-    if isinstance(chosen, str):
-        if ":" not in chosen:
-            return aggregation(chosen)
-        chosen = load_object(chosen, "aggregation")
-    return _callable(chosen, "aggregation")
-
-
-def _advantage(settings: AdvantageSettings | None, fallback: Any) -> tuple[AdvantageRule | None, str]:
-    chosen = fallback if settings is None or settings.name is None else settings.name
-    parameters = {} if settings is None else settings.knobs
-    refuse_unknown(parameters, ("epsilon",), "`advantage`")
-    if chosen is None:
-        if parameters:
-            raise ValueError(
-                "`advantage.epsilon` has no effect: advantages are TRL's (`scale_rewards`), whose ε is fixed; name a rule, such as "
-                "`advantage: {name: group_zscore, epsilon: …}`"
-            )
-        return None, "trl"
-    if isinstance(chosen, str):
-        if ":" not in chosen:
-            return advantage_rule(chosen, **parameters), chosen
-        chosen = load_object(chosen, "advantage")
-    if parameters:
-        raise ValueError("`advantage.epsilon` has no effect on a rule given as an object; set it there")
-    return _callable(chosen, "advantage"), name_of(chosen)
-
-
-def _callable(chosen: Any, setting: str) -> Any:
-    if isinstance(chosen, type):
-        chosen = chosen()
-    if not callable(chosen):
-        raise ValueError(f"`{setting}` is {chosen!r}; it must be a name, 'module:attribute' or a callable")
-    return chosen
-
-
-def name_of(part: Any) -> str:
-    """A readable name for a part: its function name, or its class; of a lambda, where it stands."""
-    if isinstance(part, str):  # "module:attribute", as a function of that name
-        return part.rpartition(":")[2].rpartition(".")[2]
-    if isinstance(part, functools.partial):
-        return f"partial({name_of(part.func)})"
-    name = str(getattr(part, "__name__", None) or type(part).__name__)
-    if name == "<lambda>":
-        return f"lambda at {Path(part.__code__.co_filename).name}:{part.__code__.co_firstlineno}"
-    return name
+__all__ = [
+    "HOOKS",
+    "LOSS_TYPES",
+    "NOT_TRLS",
+    "TRL_EQUIVALENT",
+    "TRL_SCALING",
+    "Algorithm",
+    "algorithm_from",
+    "name_of",
+    "trl_loss_type",
+]

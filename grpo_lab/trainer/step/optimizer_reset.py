@@ -70,14 +70,15 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
 
 
 def idle_pull(trainer: StepPort) -> str | None:
-    """A sentence where mirror descent's τ cannot act: nothing has moved since the responses were made."""
+    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were made."""
     objective, args = trainer.algorithm.objective, trainer.args
-    tau = getattr(objective.surrogate, "tau", 0.0) if objective is not None else 0.0
+    push = None if objective is None else objective.surrogate
+    idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
     updates = trainer.phase.updates
-    if not tau or updates > 1:
+    if not idle or updates > 1:
         return None
     return (
-        f"`objective.tau` has no effect: each generation batch gets a single update (steps_per_generation="
+        f"`objective.{idle[0]}` has no effect: each generation batch gets a single update (steps_per_generation="
         f"{args.steps_per_generation}, num_iterations={trainer.num_iterations}, gradient_accumulation_steps="
         f"{args.gradient_accumulation_steps}), so the policy is the reference; raise `steps_per_generation` or `num_iterations`"
     )

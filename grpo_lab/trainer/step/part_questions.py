@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
-from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Objective
+from grpo_lab.objectives import Objective, is_ours
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.proof.loss_proof import (
     TokenLoss,
@@ -83,7 +83,7 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 def is_local(objective: Objective) -> bool:
     """Whether the aggregation divides by what is in the local micro-batch, by definition."""
-    return getattr(objective.aggregate, "__name__", "") == "local_token_mean"
+    return objective.local_denominator
 
 
 @contextlib.contextmanager
@@ -100,9 +100,9 @@ def _team_parts(trainer: StepPort, objective: Objective) -> list[str]:
     found = []
     if trainer.has_own_token_loss:
         found.append(f"`{type(trainer).__name__}.token_loss`")
-    if type(objective.surrogate) not in SURROGATES.values():
+    if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
-    if objective.aggregate not in AGGREGATIONS.values():
+    if not is_ours(objective.aggregate):
         found.append(f"the aggregation `{name_of(objective.aggregate)}`")
     return found
 

@@ -1,0 +1,93 @@
+"""Parts by name: tables of them, adding to one, what a part's knobs are, and building it with them.
+
+A part is a dataclass whose instances are callable (its fields are its knobs), a function (no knobs), or a ready object (set already).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+from grpo_lab.nearest import did_you_mean
+
+
+def knobs_of(part: Any) -> dict[str, Any]:
+    """Name → default of what can be set of a dataclass (or its instance), in order; ``MISSING`` where there is no default.
+
+    Anything else has no knobs.
+    """
+    if not dataclasses.is_dataclass(part):
+        return {}
+    fields = [field for field in dataclasses.fields(part) if field.init]
+    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields}
+
+
+def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
+    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object."""
+    if not isinstance(name, str) or not name or ":" in name or name != name.strip():
+        raise ValueError(
+            f"{what} is registered as {name!r}; it must be a name without ':' (that is 'module:attribute')"
+        )
+    if name in table and table[name] is not part:
+        raise ValueError(
+            f"{what} {name!r} is registered already ({address(table[name])}), and {address(part)} is another object: "
+            "choose another name"
+        )
+
+
+def check_part(part: Any, reserved: Iterable[str], what: str) -> None:
+    """ValueError for a part that cannot be called, or has a knob that settings mean something else by."""
+    if not callable(part) or (isinstance(part, type) and "__call__" not in dir(part)):
+        raise ValueError(f"{what} is {part!r}; it must be a class with `__call__`, a function or a callable object")
+    taken = sorted(set(knobs_of(part)) & set(reserved))
+    if taken:
+        raise ValueError(
+            f"{what} {address(part)} has a field {taken[0]!r}, which cannot be a knob: choose another name"
+        )
+
+
+def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
+    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
+
+    Raises:
+        ValueError: as ``check_name`` and ``check_part``.
+    """
+    check_part(part, reserved, what)
+    check_name(table, name, part, what)
+    table[name] = part
+    return part
+
+
+def found(table: Mapping[str, Any], name: str, what: str) -> Any:
+    """The part called ``name``. ValueError with the nearest match and all names for one that is not there."""
+    if name not in table:
+        raise ValueError(
+            f"`{what}` is {name!r}; it must be one of {sorted(table)}, or a callable{did_you_mean(name, table)}"
+        )
+    return table[name]
+
+
+def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
+    """A class with its ``knobs``; a function or a ready object as it is. ValueError for knobs that it does not have or need."""
+    if not isinstance(part, type):
+        if knobs:
+            raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")
+        return part
+    known = knobs_of(part)
+    unknown = [name for name in knobs if name not in known]
+    if unknown:
+        raise ValueError(f"`{what}` {address(part)} does not take {unknown}; it takes {list(known) or 'no settings'}")
+    try:
+        return part(**knobs)
+    except TypeError as error:
+        raise ValueError(f"`{what}` {address(part)} cannot be built with {dict(knobs)}: {error}") from error
+
+
+def address(part: Any) -> str:
+    """``module.name`` of a class or function, of its class for an object."""
+    kind = part if hasattr(part, "__qualname__") else type(part)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+__all__ = ["add", "address", "built", "check_name", "check_part", "found", "knobs_of"]

@@ -1,0 +1,218 @@
+"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of its dataclass.
+
+A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings there are beside
+the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from grpo_lab import registry
+from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
+from grpo_lab.nearest import refuse_unknown
+from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
+from grpo_lab.objectives.presets import OUR_PRESETS
+from grpo_lab.reading import from_json, read
+from grpo_lab.trainer.settings.parse import (
+    AdvantageSettings,
+    LabSettings,
+    ObjectiveSettings,
+    load_object,
+)
+
+#: TRL's flat settings that are knobs of a surrogate with fields of these names
+CLIP = ("epsilon", "epsilon_high", "delta")
+
+
+def written(args: Any, name: str) -> bool:
+    """Whether ``name`` was set by the user: written down in the constructor, or different from its default."""
+    if name in getattr(args, "_written", frozenset()):
+        return True
+    default = next(f.default for f in dataclasses.fields(args) if f.name == name)
+    return bool(getattr(args, name) != default)
+
+
+def with_registered(settings: LabSettings) -> LabSettings:
+    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module registers it by."""
+    chosen = settings.objective
+    if chosen is None or not isinstance(chosen.name, str) or ":" not in chosen.name:
+        return settings
+    return replace(settings, objective=replace(chosen, name=registered_name(chosen.name)))
+
+
+def registered_name(reference: str) -> str:
+    """``"module:name"`` → the name of the objective, after loading the module that registers it. The registered class will do, too.
+
+    Raises:
+        ValueError: no such module, or it registers nothing of this name.
+    """
+    module, _, own = reference.partition(":")
+    try:
+        loaded = import_module(module)
+    except ImportError as error:
+        raise ValueError(f"`objective` is {reference!r}, and {module!r} cannot be loaded: {error}") from error
+    part = getattr(loaded, own, None)
+    theirs = [name for name in PRESETS if name not in OUR_PRESETS]
+    for name in theirs:
+        if name == own or (part is not None and SURROGATES.get(name) is part):
+            return name
+    raise ValueError(
+        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} (`grpo_lab.register_objective`); registered "
+        f"are {sorted(theirs)}. A surrogate that is not registered is given as `surrogate`"
+    )
+
+
+def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
+    """The surrogate in force: its own defaults, then TRL's clip settings, then what ``objective`` says.
+
+    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these names; ours take
+    TRL's defaults, too.
+    """
+    part = surrogate_part(chosen)
+    known = registry.knobs_of(part) if isinstance(part, type) else {}
+    _refuse(chosen.knobs, known, part, "objective", "surrogate", SURROGATES)
+    if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
+        raise ValueError(
+            f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
+        )
+    if isinstance(part, type) and args.delta is not None and "delta" not in known:
+        raise ValueError(
+            f"`delta`={args.delta} bounds the clipped surrogate and has no effect on {name_of(part)!r}; leave it out"
+        )
+    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
+    return _built(part, {**flat, **_set(chosen.knobs)}, "surrogate")  # type: ignore[no-any-return]
+
+
+def surrogate_part(chosen: ObjectiveSettings) -> Any:
+    """The class, function or object that ``objective`` names as its surrogate."""
+    return _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
+
+
+def aggregation_from(chosen: Any) -> Aggregation:
+    """A name, ``"module:attribute"``, callable, or a mapping of a name and its knobs → the aggregation."""
+    name, knobs = _named(chosen, "aggregation")
+    part = _part(name, AGGREGATIONS, "aggregation")
+    known = registry.knobs_of(part) if isinstance(part, type) else {}
+    _refuse(knobs, known, part, "aggregation", "aggregation", AGGREGATIONS)
+    return _built(part, _set(knobs), "aggregation")  # type: ignore[no-any-return]
+
+
+def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
+    """The rule that ``advantage`` names, or ``fallback`` (the objective's); ``None``: TRL makes the advantages."""
+    name, knobs = advantage_choice(settings, fallback)
+    if name is None:
+        if knobs:
+            raise ValueError(
+                f"`advantage.{next(iter(knobs))}` has no effect: advantages are TRL's (`scale_rewards`), whose ε is fixed; name a rule, "
+                "such as `advantage: {name: group_zscore, epsilon: …}`"
+            )
+        return None
+    rules = {**RULES, **TOKEN_RULES}
+    part = _part(name, rules, "advantage")
+    known = registry.knobs_of(part) if isinstance(part, type) else {}
+    _refuse(knobs, known, part, "advantage", "advantage rule", rules)
+    rule = registry.built(part, _set(knobs), "advantage")
+    return rule if level_of(rule) == "token" else _callable(rule, "advantage")
+
+
+def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
+    """Which rule, and the knobs that are set: those of ``advantage`` go over those beside ``objective``'s rule."""
+    knobs = {} if settings is None else settings.knobs
+    if settings is not None and settings.name is not None:
+        return settings.name, knobs
+    name, beside = _named(fallback, "objective.advantage")
+    return name, {**beside, **knobs}
+
+
+def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
+    """For each of the two settings that is a mapping: the class whose fields are its knobs, where there is one.
+
+    For readers of text, who must know which knobs are numbers.
+    """
+    found: dict[str, Any] = {}
+    written = {"objective": from_json(objective, "objective"), "advantage": from_json(advantage, "advantage")}
+    settings = read(LabSettings, written)
+    chosen = with_registered(settings).objective
+    if chosen is not None:
+        found["objective"] = surrogate_part(chosen)
+    beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").advantage
+    name, _ = advantage_choice(settings.advantage, beside)
+    if name is not None:
+        found["advantage"] = _part(name, {**RULES, **TOKEN_RULES}, "advantage")
+    return {setting: part for setting, part in found.items() if isinstance(part, type)}
+
+
+def in_words(part: Any, only_set: bool = True) -> str:
+    """``name(knob=value, …)``; with ``only_set`` the knobs that differ from their default."""
+    knobs = registry.knobs_of(part) if not isinstance(part, type) else {}
+    shown = {
+        name: getattr(part, name) for name, default in knobs.items() if not only_set or getattr(part, name) != default
+    }
+    told = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+    return name_of(part) + (f"({told})" if told else "")
+
+
+def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(chosen, Mapping):
+        return chosen, {}
+    if "name" not in chosen:
+        raise ValueError(f"`{setting}` is {dict(chosen)!r}; as a mapping it needs a `name`")
+    return chosen["name"], {key: value for key, value in chosen.items() if key != "name"}
+
+
+def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
+    if isinstance(chosen, str):
+        return load_object(chosen, setting) if ":" in chosen else registry.found(table, chosen, setting)
+    return chosen
+
+
+def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in knobs.items() if value is not None}
+
+
+def _refuse(
+    knobs: Mapping[str, Any], known: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]
+) -> None:
+    """A knob that the part does not read is an error, not silence; one that no part has is misspelt."""
+    elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
+    own = [field.name for field in dataclasses.fields(ObjectiveSettings)] if where == "objective" else ["name"]
+    refuse_unknown(knobs, {*own, *known, *elsewhere} - {"knobs"}, f"`{where}`")
+    for name, value in _set(knobs).items():
+        if name in known:
+            continue
+        reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
+        raise ValueError(
+            f"`{where}.{name}`={value} has no effect on the {what} {name_of(part)!r}"
+            f"{reads if isinstance(part, type) else ' given as an object; set it there'}"
+        )
+
+
+def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
+    return _callable(registry.built(part, knobs, setting), setting)
+
+
+def _callable(chosen: Any, setting: str) -> Any:
+    if not callable(chosen):
+        raise ValueError(f"`{setting}` is {chosen!r}; it must be a name, 'module:attribute' or a callable")
+    return chosen
+
+
+def name_of(part: Any) -> str:
+    """A readable name for a part: its function name, or its class; of a lambda, where it stands."""
+    if isinstance(part, Mapping):
+        part = part.get("name")
+    if isinstance(part, str):  # "module:attribute", as a function of that name
+        return part.rpartition(":")[2].rpartition(".")[2]
+    if isinstance(part, functools.partial):
+        return f"partial({name_of(part.func)})"
+    name = str(getattr(part, "__name__", None) or type(part).__name__)
+    if name == "<lambda>":
+        return f"lambda at {Path(part.__code__.co_filename).name}:{part.__code__.co_firstlineno}"
+    return name
