@@ -57,6 +57,14 @@ class Whole_:
             raise ValueError("`count` is more than `rows`")
 
 
+@settings(rest="numbers")
+class Flat:
+    """The keys of ``numbers`` stand beside ``title``."""
+
+    title: str
+    numbers: Whole_
+
+
 @pytest.mark.parametrize(
     ("written", "attribute", "value"),
     [
@@ -111,6 +119,14 @@ def test_the_place_comes_first() -> None:
         read(Whole_, {"rows": 0}, "data.inner")
     with pytest.raises(UnknownSettingError, match=r"^`data` has no setting 'knid'"):
         read(Whole_, {"rows": 1, "knid": 1}, "data")
+
+
+def test_a_field_that_collects_keys_is_not_named() -> None:
+    assert read(Flat, {"title": "t", "rows": 3, "count": 1}) == Flat("t", Whole_(3, count=1))
+    with pytest.raises(ValueError, match=r"^`rows` is 0; it must be"):
+        read(Flat, {"title": "t", "rows": 0})
+    with pytest.raises(UnknownSettingError, match=r"^the recipe has no setting 'knid'; did you mean 'kind'"):
+        read(Flat, {"title": "t", "rows": 3, "knid": 1})
 
 
 def test_made_in_python_it_is_checked_alike_and_cannot_be_changed() -> None:
