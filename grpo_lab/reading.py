@@ -163,6 +163,8 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
         return said
     if kind == "unknown":
         return UnknownSettingError(f"{place} {found['msg']}")
+    if kind == "unexpected_keyword_argument":  # in Python
+        return UnknownSettingError(f"{root} has no setting {path[-1]!r}")
     if kind.startswith("missing"):
         above = f"`{'.'.join(path[:-1])}`" if path[1:] else root
         return ValueError(f"{above} needs `{path[-1]}`, and has none")

@@ -135,6 +135,8 @@ def test_made_in_python_it_is_checked_alike_and_cannot_be_changed() -> None:
         Whole_(rows=0)
     with pytest.raises(ValueError, match=r"^`count` is more than `rows`"):
         dataclasses.replace(first, rows=1)
+    with pytest.raises(TypeError, match=r"^`Whole_` has no setting 'rowz'"):
+        Whole_(rows=1, rowz=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.rows = 4  # type: ignore[misc]
     assert dataclasses.replace(first, rows=4) == Whole_(4, count=2)
