@@ -13,6 +13,7 @@ TRAINER = "grpo_lab.trainer"
 ORDER = (
     *(
         "trl_bridge",
+        "carried",
         "settings",
         "config",
         "named_parts",
@@ -21,9 +22,8 @@ ORDER = (
         "ports",
         "supervised",
         "resume",
-        "prompts",
     ),
-    *("step", "rollout", "scoring", "lab_trainer", "named"),
+    *("prompts", "step", "rollout", "scoring", "door", "parts", "lab_trainer", "named"),
 )
 
 

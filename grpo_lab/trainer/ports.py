@@ -86,13 +86,13 @@ class Recorder:
     """Metrics of training and evaluation, and what is said once.
 
     Args:
-        mean_of_means: TRL's definition of a mean (``metrics.book``).
+        book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
         mode: ``train`` or ``eval``, as it is now.
         speaks: whether this process may speak.
     """
 
-    def __init__(self, mean_of_means: bool, mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
-        self.books = {name: MetricBook(mean_of_means) for name in ("train", "eval")}
+    def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
+        self.books = {name: book() for name in ("train", "eval")}
         self.mode, self._speaks = mode, speaks
         self._said: set[str] = set()
 
@@ -102,9 +102,15 @@ class Recorder:
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
-        if (key or message) not in self._said and self._speaks():
-            self._said.add(key or message)
+        if self.has_said(key or message):
+            return
+        self._said.add(key or message)
+        if self._speaks():
             logger.log(level, message)
+
+    def has_said(self, key: str) -> bool:
+        """Whether this was said, on processes that do not speak, too: the same answer on every rank."""
+        return key in self._said
 
 
 @dataclass(frozen=True)
@@ -144,13 +150,13 @@ class StepPort(Protocol):
     def correction(self) -> SamplerCorrection | None: ...
 
     @property
-    def has_own_token_loss(self) -> bool: ...
+    def team_overrides_token_loss(self) -> bool: ...
 
     @property
-    def has_own_loss(self) -> bool: ...
+    def loss_is_ours(self) -> bool: ...
 
     @property
-    def has_own_advantages(self) -> bool: ...
+    def replaces_trls_advantages(self) -> bool: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 

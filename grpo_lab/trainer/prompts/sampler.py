@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
+from grpo_lab.atomic import write_whole_text
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.settings.sampler import SamplerSettings
@@ -131,9 +132,7 @@ class PromptOrder:
             )
         if self.trainer.args.should_save:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            partial = Path(folder) / f"{STATE_FILE}.part"
-            partial.write_text(json.dumps(self.sampler.state_dict()), encoding="utf-8")
-            os.replace(partial, Path(folder) / STATE_FILE)
+            write_whole_text(Path(folder) / STATE_FILE, json.dumps(self.sampler.state_dict()))
 
     def load(self, checkpoint: str | None) -> None:
         """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""

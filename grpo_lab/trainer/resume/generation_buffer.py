@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
+from grpo_lab.atomic import write_whole, write_whole_text
 from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 "window": self._window([loss for _, loss in told]),
                 "completions": self._completions(),
             }
-            _put(place / MANIFEST, lambda file: file.write_text(json.dumps(manifest), encoding="utf-8"))
+            write_whole_text(place / MANIFEST, json.dumps(manifest))
 
     def _save_rows(self, place: Path) -> str | None:
         """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
@@ -149,7 +150,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         try:
             description, tensors = flattened(trainer._buffered_inputs, "micro-batch ")
             words = {"description": json.dumps(description)}
-            _put(file, lambda partial: save_file(tensors, partial, metadata=words))
+            write_whole(file, lambda partial: save_file(tensors, partial, metadata=words))
         except (ValueError, OSError, SafetensorError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -286,13 +287,6 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 def _number(value: Any) -> float:
     """A metric as JSON has it; TRL's keep their type, a team's may be a scalar tensor."""
     return value if type(value) in (int, float) else float(value)
-
-
-def _put(file: Path, write: Any) -> None:
-    """Write beside ``file`` and move into place, so that a file is whole or not there."""
-    partial = file.with_name(f"{file.name}.part")
-    write(partial)
-    os.replace(partial, file)
 
 
 __all__ = ["MANIFEST", "GenerationBuffer", "rows_file"]
