@@ -24,13 +24,10 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_lab.batch import RewardTable, TokenBatch
-from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.door import given
 from grpo_lab.trainer.metrics.as_trl import TrlBook
 from grpo_lab.trainer.metrics.book import MetricBook
-from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
@@ -38,24 +35,11 @@ from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
 from grpo_lab.trainer.rollout.prompt_fit import check_room
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
-from grpo_lab.trainer.scoring.advantages import checked_advantages, record_scores
-from grpo_lab.trainer.scoring.kl_penalty import mask_cut, penalised, whole_completions
-from grpo_lab.trainer.scoring.resample import DEAD_GROUP, dead_rows
-from grpo_lab.trainer.scoring.reward_table import (
-    Scored,
-    as_trl_calls_it,
-    check_finite,
-    correctness,
-    fill_group_rewards,
-    gathered_rows,
-    nan_counts,
-    truncated_rows,
-)
-from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
-from grpo_lab.trainer.scoring.steps import StepCalled, mean_advantage, token_advantages
+from grpo_lab.trainer.scoring.advantages import record_scores
+from grpo_lab.trainer.scoring.reward_table import correctness
+from grpo_lab.trainer.scoring.stages import rewards_of_all, score, set_advantages
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.step.exact_update import ExactUpdate
-from grpo_lab.trainer.step.log_probs import GenerationForwards
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
@@ -188,22 +172,8 @@ class LabTrainer(GRPOTrainer):
     # -- score, select, penalise, advantages of rows and of tokens, log-probs, record ----------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        names = tuple(self.reward_func_names)
-        seams = [as_trl_calls_it(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
-        with trl_bridge.replaced(self, "reward_funcs", seams):
-            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        check_finite(values, names)
-        not_numbers = nan_counts(seams, values, self.accelerator)
-        if self._scoring is not None:
-            self._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
-        if any(scope_of(reward) == "group" for reward in self.reward_funcs):
-            cut = truncated_rows(completion_ids_list, {*self.eos_token_ids, self._tokenizer.pad_token_id})
-            rows = gathered_rows(self, inputs, prompts, completions, completion_ids_list, cut)
-            progress = (self.state.global_step, self.state.max_steps)
-            group = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
-            values, not_numbers = group[0], not_numbers + group[1]
-        record_not_numbers(self, not_numbers, values.size(0))
-        return values
+        trls = super()._calculate_rewards
+        return rewards_of_all(self, trls, self._group_size(), inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
@@ -217,54 +187,15 @@ class LabTrainer(GRPOTrainer):
         self.parts.weight_schedules.apply()
         if self.parts.optimizer_reset is not None and self.model.training:
             self.parts.optimizer_reset.before_generation()
-        forwards = GenerationForwards.of(self)
-        with forwards.instead_of_trls(self) as put_off, whole_completions(self), scored_by(self) as found:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
-            output.setdefault("tool_mask", output["completion_mask"])
-        scored, mode = found.taken(), self._mode()
-        sampled = mask_cut(self, output, scored.truncated[self._local(output)])
-        if forwards.corrected:
-            Carried(output).length_quartile = length_quartiles(scored.lengths)[self._local(output)]
-        if put_off:
-            del output["old_per_token_logps"]
-            output.pop("importance_sampling_ratio", None)
-            trl_bridge.forget_sampling_metrics(self, mode)
-        elif forwards.corrected:
-            record_by_length(self, output, loss_mask(output), mode)
-        if self.lab_settings.update.dead_groups == "resample":
-            output[DEAD_GROUP] = dead_rows(scored).to(output["prompt_ids"].device)[self._local(output)]
-        self._set_advantages(output, scored, sampled)
+        output, scored, sampled, forwards = score(self, super()._generate_and_score_completions, inputs)
+        set_advantages(self, output, scored, sampled)
         forwards.mark(output)
         record_scores(self, scored)
-        if mode == "train":
+        if self._mode() == "train":
             self.parts.prompts.record(
-                scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book(mode)
+                scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book("train")
             )
         return output
-
-    def _set_advantages(self, output: dict[str, Any], scored: Scored, sampled: dict[str, Tensor]) -> None:
-        table = scored.table
-        kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
-        if kl is None and not self.replaces_trls_advantages:
-            return  # TRL's own stay
-        if kl is not None:
-            table = penalised(self, output, table, kl, sampled)
-        if scored.steps:
-            width = output["completion_ids"].size(1)
-            per_token = token_advantages(self.algorithm.advantage, table, scored.steps, self._local(output), width)
-            output["advantages"] = per_token.to(output["advantages"])
-            logged = mean_advantage(self, output["advantages"], loss_mask(output))
-            trl_bridge.replace_logged_advantages(self, logged)
-            return
-        advantages = checked_advantages(self.compute_advantages(table), table)
-        output["advantages"] = advantages[self._local(output)].to(output["advantages"])
-        trl_bridge.replace_logged_advantages(self, advantages)
-
-    def _local(self, output: dict[str, Any]) -> slice:
-        """This rank's rows of what was gathered."""
-        rows = output["prompt_ids"].size(0)
-        return slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
 
     def _group_size(self) -> int:
         return int(self.num_generations if self.model.training else self.num_generations_eval)
