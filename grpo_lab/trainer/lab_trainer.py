@@ -2,11 +2,8 @@
 
     prompts           ``_get_train_sampler``, ``_tokenize_prompts``
     generate          ``_generate_single_turn``, and there: prove sync
-    score             ``_calculate_rewards``: rewards of this rank's rows, gathered; those of groups filled in
-    select            ``_generate_and_score_completions``: further prompts in place of dead groups
-    penalise          ``_set_advantages``: the KL's column, then row advantages, then token advantages
-    log-probs         before that, in ``_generate_and_score``: the old policy's and the reference's, in bins or put off
-    record, buffer    the end of ``_generate_and_score``; TRL cuts the batch and keeps it
+    score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs: ``_generate_and_score``
+    record, buffer    its end; TRL cuts the batch and keeps it
     collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or ``_compute_loss``
     after the step    ``log``, checkpoints
 

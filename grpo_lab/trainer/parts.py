@@ -49,7 +49,7 @@ class Parts:
             trainer.reward_funcs, given.algorithm.advantage, "compute_advantages" in given.team, trainer._tokenizer
         )
         trainer.rollout_func = thinking_rollout(trainer, given.rollout, given.environment_factory)
-        self.prompts = PromptOrder(trainer, given.sampler)
+        self.prompts = PromptOrder(given.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, given.rollout)
         self.weight_schedules = WeightSchedules(trainer, reward_schedules(given.args.reward_schedules))
         self.resampler = Resampler(trainer, trainer.lab_settings.update.max_rounds)

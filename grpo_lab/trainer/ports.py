@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
+from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.parse import LabSettings
@@ -134,14 +134,48 @@ class SamplerCorrection:
 
 
 class StepPort(Protocol):
-    """What scoring, the update and their metrics may ask of the run. ``LabTrainer`` is one."""
+    """What prompts, scoring and the update may ask of the run, all of it. ``LabTrainer`` is one.
 
-    accelerator: Any
-    args: Any
-    model: Any
+    mypy holds ``prompts/``, ``scoring/`` and ``step/`` to this list (``pyproject.toml``): whoever needs more of TRL writes it down here.
+    """
+
+    # the algorithm in force, what is recorded and said
     algorithm: Algorithm
     lab_settings: LabSettings
     recorder: Recorder
+    exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+
+    # HF's
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    optimizer: Any
+    train_dataset: Any
+    is_deepspeed_enabled: bool
+    current_gradient_accumulation_steps: Any
+
+    # TRL's
+    num_generations: int
+    num_iterations: int
+    max_completion_length: Any
+    beta: float
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    rollout_func: Any
+    eos_token_ids: Any
+    _tokenizer: Any
+    _step: int
+    _buffered_inputs: Any
+    _scoring: Any
+    _generate: Any
+    _calculate_rewards: Any
+    _compute_loss: Any
+    _get_per_token_logps_and_entropies: Any
+    _group_size: Any
 
     @property
     def phase(self) -> Phase: ...
@@ -159,6 +193,8 @@ class StepPort(Protocol):
     def replaces_trls_advantages(self) -> bool: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
+
+    def compute_advantages(self, table: RewardTable) -> Tensor: ...
 
 
 __all__ = ["Phase", "Recorder", "SamplerCorrection", "StepPort"]

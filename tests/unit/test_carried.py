@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_lab.trainer.carried import EARLIER, OURS, Carried, loss_mask
+from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, rows_file
+from grpo_lab.trainer.resume.tensor_tree import flattened
 
 TRAINER = Path(__file__).resolve().parents[2] / "grpo_lab" / "trainer"
 FIELDS = {name: field.key for name, field in vars(Carried).items() if hasattr(field, "key")}
@@ -52,3 +57,19 @@ def test_the_loss_mask_leaves_out_padding_and_tools(tools: bool) -> None:
     if tools:
         fields["tool_mask"] = torch.tensor([[1, 0, 1, 1]])
     assert loss_mask(fields).tolist() == [[True, not tools, True, False]]
+
+
+def test_a_checkpoint_of_an_earlier_version_keeps_its_fields(tmp_path: Path) -> None:
+    """Inside a generation batch a checkpoint holds micro-batches under the names of the version that wrote it."""
+    count = torch.tensor(7)
+    earlier = [{"old_log_probs_as_generated": torch.ones(1, 2) * i, "num_items_in_batch": count} for i in range(2)]
+    description, tensors = flattened(earlier)
+    save_file(tensors, tmp_path / rows_file(0), metadata={"description": json.dumps(description)})
+    accelerator = SimpleNamespace(process_index=0, device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(steps_per_generation=2))
+    rows = GenerationBuffer(trainer)._load_rows(tmp_path)
+    made = Carried(rows[1]).as_generated
+    assert made is not None
+    assert made.tolist() == [[1.0, 1.0]]
+    assert rows[0]["num_items_in_batch"] is rows[1]["num_items_in_batch"]
+    assert set(rows[0]) == {f"{OURS}as_generated", "num_items_in_batch"}
