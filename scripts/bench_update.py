@@ -13,272 +13,18 @@ The floor is a plain Hugging Face forward and backward over exactly the live tok
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import platform
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from datasets import Dataset
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from bench_update_sides import GROUP, build, floor, run
+from trl import GRPOTrainer
 
-from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing import tiny_tokenizer
-
-LENGTHS = json.loads((Path(__file__).parent / "gsm8k_token_lengths.json").read_text())["pairs"]
-GROUP = 8
-SHAPES = {
-    "10M": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 8192,
-    },
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-    "1.5B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-}
-
-
-@dataclass
-class Rollouts:
-    """Fixed completions: row r of generation c has the length of a real output; rewards kill the first groups."""
-
-    rows: int
-    dead: int
-    vocabulary: int
-    sampler: torch.nn.Module | None = None
-    calls: int = 0
-
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        call, self.calls = self.calls, self.calls + 1
-        made = [self.row(call, r) for r in range(len(prompts))]
-        prompt_ids, completion_ids = [list(p) for p, _ in made], [list(c) for _, c in made]
-        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": self._sampler_logps(made)}
-
-    def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
-        group = call * (self.rows // GROUP) + row // GROUP
-        prompt = LENGTHS[group % len(LENGTHS)][0]
-        completion = LENGTHS[(call * self.rows + row * 7 + 13) % len(LENGTHS)][1]
-        draw = torch.Generator().manual_seed(1_000_003 * group)
-        ids = torch.randint(20, self.vocabulary, (prompt,), generator=draw).tolist()
-        draw = torch.Generator().manual_seed(1_000_003 * (call * self.rows + row) + 7)
-        return ids, torch.randint(20, self.vocabulary, (completion,), generator=draw).tolist()
-
-    @torch.no_grad()
-    def _sampler_logps(self, made: list[tuple[list[int], list[int]]]) -> list[list[float]] | None:
-        """As an engine with slightly other arithmetic would report them: the start model's plus small noise."""
-        if self.sampler is None:
-            return None
-        found = []
-        for prompt, completion in made:
-            ids = torch.tensor([prompt + completion])
-            logps = self.sampler(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-            noise = 0.01 * torch.sin(torch.arange(len(completion), dtype=torch.float))
-            found.append((logps.gather(1, ids[0, len(prompt) :, None])[:, 0] + noise).tolist())
-        return found
-
-
-class Watch(TrainerCallback):
-    """Seconds of each optimizer step without generation, the first gradient, peak memory."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.generation = 0.0
-        self.gradient: torch.Tensor | None = None
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.began, self.generation = time.perf_counter(), 0.0
-
-    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
-        if self.gradient is None:
-            self.gradient = torch.cat([p.grad.detach().reshape(-1).float().cpu() for p in model.parameters()])
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.seconds.append(time.perf_counter() - self.began - self.generation)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mib() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
-@dataclass
-class Side:
-    seconds: float
-    peak: float
-    gradient: torch.Tensor
-    moved: torch.Tensor
-    tokens: float
-
-
-def run(
-    kind: type, folder: Path, args: argparse.Namespace, dead: int, corrected: bool, optim: str, **extra: Any
-) -> Side:
-    """One training run of ``kind``; same seed, rollouts and rewards for every kind."""
-    gc.collect()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
-    sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if corrected else None
-    rollouts = Rollouts(args.rows, dead, model.config.vocab_size, sampler)
-
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [1.0 if r // GROUP < dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)]
-
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "out"), "per_device_train_batch_size": args.micro, "gradient_accumulation_steps": args.rows // args.micro,
-        "num_generations": GROUP, "max_completion_length": 512, "max_steps": args.steps, "learning_rate": 1.0 if optim == "sgd" else 1e-5,
-        "optim": optim, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo", "scale_rewards": "none",
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not args.gpu, "bf16": args.gpu,
-        "gradient_checkpointing": args.checkpointing, "seed": 0, "vllm_importance_sampling_mode": "token_truncate",
-    }  # fmt: skip
-    config = (LabConfig if issubclass(kind, LabTrainer) else GRPOConfig)(**(settings | extra))
-    watch = Watch()
-    rows = Dataset.from_dict({"prompt": [f"{i}" for i in range(args.rows // GROUP * args.steps)]})
-    trainer = kind(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=rows,
-        processing_class=tiny_tokenizer(),
-        rollout_func=rollouts,
-        callbacks=[watch],
-    )
-    if corrected:  # log-probs arrive as from vLLM; no engine is needed for what happens after generation
-        trainer.use_vllm, trainer._last_loaded_step = True, -1
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    generate = trainer._generate
-
-    def timed_generate(prompts: list[Any]) -> Any:
-        began = time.perf_counter()
-        out = generate(prompts)
-        watch.generation += time.perf_counter() - began
-        return out
-
-    trainer._generate = timed_generate
-    start = torch.cat([p.detach().reshape(-1).float().cpu() for p in model.parameters()])
-    reset_peak()
-    trainer.train()
-    peak = peak_mib()
-    end = torch.cat([p.detach().reshape(-1).float().cpu() for p in model.parameters()])
-    logged = [row.get("update/tokens_computed") for row in trainer.state.log_history if "update/tokens_computed" in row]
-    tokens = sum(logged) if logged else stock_tokens(rollouts, args)
-    assert watch.gradient is not None
-    return Side(sum(watch.seconds), peak, watch.gradient, end - start, tokens)
-
-
-def stock_tokens(rollouts: Rollouts, args: argparse.Namespace) -> float:
-    total = 0
-    for call in range(args.steps):
-        made = [rollouts.row(call, r) for r in range(args.rows)]
-        total += args.rows * (max(len(p) for p, _ in made) + max(len(c) for _, c in made))
-    return total
-
-
-def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
-    """Seconds of plain forward + backward on exactly the live tokens, the LM head on completion tokens only, as ours has it.
-
-    Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that attention is
-    block-diagonal and no position is padding (the last row of a batch may be short).
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
-    model = model.to("cuda" if args.gpu else "cpu").train()
-    rollouts = Rollouts(args.rows, dead, model.config.vocab_size)
-    reset_peak()
-    total = 0.0
-    for call in range(args.steps):
-        live = sorted(
-            (rollouts.row(call, r) for r in range(dead * GROUP, args.rows)), key=lambda row: -sum(map(len, row))
-        )
-        batches = packed(live, args.micro * sum(map(len, live[0])) // 2)
-        synchronize()
-        began = time.perf_counter()
-        for ids, positions, targets in batches:
-            ids, positions, targets = (x.to(model.device) for x in (ids, positions, targets))
-            states = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-            scored = targets != -100
-            cross_entropy(model.lm_head(states[scored]).float(), targets[scored], reduction="sum").backward()
-        synchronize()
-        total += time.perf_counter() - began
-        model.zero_grad()
-    return total
-
-
-def packed(live: list[tuple[list[int], list[int]]], budget: int) -> list[tuple[torch.Tensor, ...]]:
-    """First-fit decreasing into rows as long as the longest sequence; full rows are batched up to ``budget`` tokens.
-
-    Gives (ids, positions, targets) a batch; a target stands where its token is predicted, −100 elsewhere.
-    """
-    width = sum(map(len, live[0]))
-    rows: list[list[tuple[list[int], list[int]]]] = []
-    for sequence in live:
-        home = next((row for row in rows if filled(row) + sum(map(len, sequence)) <= width), None)
-        if home is None:
-            rows.append([sequence])
-        else:
-            home.append(sequence)
-    rows.sort(key=filled, reverse=True)
-    count = max(1, budget // width)
-    return [laid_out(rows[at : at + count]) for at in range(0, len(rows), count)]
-
-
-def filled(row: list[tuple[list[int], list[int]]]) -> int:
-    return sum(len(prompt) + len(completion) for prompt, completion in row)
-
-
-def laid_out(rows: list[list[tuple[list[int], list[int]]]]) -> tuple[torch.Tensor, ...]:
-    longest = max(map(filled, rows))
-    columns: tuple[list[list[int]], ...] = ([], [], [])
-    for row in rows:
-        ids = [i for prompt, completion in row for i in prompt + completion]
-        positions = [i for prompt, completion in row for i in range(len(prompt) + len(completion))]
-        targets = [t for prompt, completion in row for t in [-100] * (len(prompt) - 1) + completion + [-100]]
-        for column, values, fill in zip(columns, (ids, positions, targets), (0, 0, -100), strict=True):
-            column.append(values + [fill] * (longest - len(ids)))
-    return tuple(torch.tensor(column) for column in columns)
+from grpo_lab import LabTrainer
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -336,16 +82,6 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
     return row
 
 
-def build(folder: Path, shape: str) -> int:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
@@ -383,7 +119,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one dead share, one step, one repeat")
@@ -398,42 +134,39 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rows, args.steps, args.dead, args.floor_repeats = 64, 1, [0.62], 1
+    return args
+
+
+def bench(folder: Path, args: argparse.Namespace, name: str, parameters: int) -> dict[str, Any]:
+    """All tables of one model, printed as they come."""
+    groups = args.rows // GROUP
+    middle = [round(share * groups) for share in args.dead if 0.5 < share < 0.7]
+    rows = [compare(folder, args, round(share * groups), corrected=False) for share in args.dead]
+    print(f"\n### {name}\n\n{table(rows)}", flush=True)
+    corrected = [compare(folder, args, dead, corrected=True) for dead in middle]
+    print(f"\nwith sampler log-probs and importance correction:\n\n{table(corrected)}", flush=True)
+    if args.plot:
+        title = f"Policy update: {parameters / 1e6:.1f} M parameters, {args.rows} rows, {args.steps} steps"
+        draw(rows, title, args.plot)
+    reused = [compare_reused(folder, args, dead) for dead in middle]
+    print(f"\ntwo updates with each batch of completions:\n\n{table(reused)}", flush=True)
+    for dead in middle:
+        print(f"\n{further_gain(folder, args, dead)}", flush=True)
+    return {"plain": rows, "corrected": corrected, "reused": reused}
+
+
+def main() -> None:
+    args = arguments()
     results = {}
-    print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        flush=True,
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
     for shape in ["0.5B", "1.5B"] if args.gpu else ["10M"]:
         for checkpointing in [False, True] if args.gpu else [False]:
             args.checkpointing = checkpointing
             with tempfile.TemporaryDirectory() as folder:
                 size = build(Path(folder), shape)
                 name = f"{shape} ({size / 1e6:.1f} M parameters), {args.rows} rows, micro-batch {args.micro}, checkpointing {args.checkpointing}"
-                groups = args.rows // GROUP
-                rows = [compare(Path(folder), args, round(share * groups), corrected=False) for share in args.dead]
-                print(f"\n### {name}\n\n{table(rows)}", flush=True)
-                corrected = [
-                    compare(Path(folder), args, round(share * groups), corrected=True)
-                    for share in args.dead
-                    if 0.5 < share < 0.7
-                ]
-                print(f"\nwith sampler log-probs and importance correction:\n\n{table(corrected)}", flush=True)
-                if args.plot:
-                    draw(
-                        rows,
-                        f"Policy update: {size / 1e6:.1f} M parameters, {args.rows} rows, {args.steps} steps",
-                        args.plot,
-                    )
-                reused = [
-                    compare_reused(Path(folder), args, round(share * groups))
-                    for share in args.dead
-                    if 0.5 < share < 0.7
-                ]
-                print(f"\ntwo updates with each batch of completions:\n\n{table(reused)}", flush=True)
-                for share in args.dead:
-                    if 0.5 < share < 0.7:
-                        print(f"\n{further_gain(Path(folder), args, round(share * groups))}", flush=True)
-                results[name] = {"plain": rows, "corrected": corrected, "reused": reused}
+                results[name] = bench(Path(folder), args, name, size)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))
 

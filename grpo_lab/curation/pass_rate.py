@@ -78,9 +78,7 @@ def pass_rates(
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
                 results = _sample(list(batch.values()), generate, score, n, success_at, prompt_column)
-                if not keep_completions:
-                    results = [replace(result, completions=None) for result in results]
-                named = dict(zip(batch, results, strict=True))
+                named = {key: _kept(one, keep_completions) for key, one in zip(batch, results, strict=True)}
                 save(named)
                 done.update(named)
                 advance(len(batch), _so_far(done[key] for key in dict.fromkeys(keys) if key in done))
@@ -146,6 +144,10 @@ def _sample(
         own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])
         results.append(rate_of(own, success_at, tuple(group), cuts[row]))
     return results
+
+
+def _kept(result: PassRate, completions: bool) -> PassRate:
+    return result if completions else replace(result, completions=None)
 
 
 def _cut(group: Sequence[Any]) -> int | None:

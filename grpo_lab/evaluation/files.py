@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from grpo_lab.atomic import write_whole, write_whole_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -14,9 +15,7 @@ if TYPE_CHECKING:
 
 def write_text(path: Path, text: str) -> None:
     """``text`` as UTF-8; half characters in it are the caller's to replace (`encodable`)."""
-    partial = _partial(path)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_whole_text(path, text)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -33,9 +32,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
     """A table for tools."""
     import pyarrow.parquet as pq
 
-    partial = _partial(path)
-    pq.write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
+    write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def encodable(value: Any) -> Any:
@@ -45,7 +42,3 @@ def encodable(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: encodable(item) for name, item in value.items()}
     return [encodable(item) for item in value] if isinstance(value, list) else value
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".part")

@@ -82,31 +82,35 @@ def evaluate(
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
     _check_rows(problems)
-    _check_settings(max_new_tokens, batch_size, n_samples, temperature)
-    prompts = _render_all(problems, tokenizer, chat_template_kwargs)
-    asked = [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True))]
+    settings = _checked_settings(max_new_tokens, batch_size, n_samples, temperature, seed)
+    asked = _all_asked(problems, tokenizer, chat_template_kwargs)
     if generate is None:
         generate = _generator(model, tokenizer, batch_size, progress)
         asked = _fitting(asked, None if model is None else context_of(model), max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
-        "n_samples": n_samples,
-        "temperature": temperature if n_samples > 0 else None,
-        "seed": seed,
-        "reward": getattr(reward, "__name__", type(reward).__name__),
-        "answers_read": read_answer is not None,
-        "prompts_too_long": len(problems) - len(asked),
-    }
+    settings["reward"] = getattr(reward, "__name__", type(reward).__name__)
+    settings["answers_read"] = read_answer is not None
+    settings["prompts_too_long"] = len(problems) - len(asked)
+    return _measured(asked, generate, reward, read_answer, settings, started)
 
+
+def _measured(
+    asked: list[_Asked],
+    generate: Generate,
+    reward: Reward,
+    read_answer: ReadAnswer | None,
+    settings: dict[str, Any],
+    started: float,
+) -> EvaluationResult:
+    """One round of generation after the other, each graded. ``EvaluationStopped`` with what there is where one was broken off."""
     outcomes: list[Outcome] = []
-    for kind, n, heat in _passes(n_samples, temperature):
-        ids = [one.prompt.ids for one in asked]
+    ids = [one.prompt.ids for one in asked]
+    limits = {"max_new_tokens": settings["max_new_tokens"], "seed": settings["seed"]}
+    for kind, n, heat in _passes(settings["n_samples"], settings["temperature"]):
         stopped = None
         written: Sequence[Sequence[Completion | None]]
         try:
-            written = generate(ids, n=n, temperature=heat, max_new_tokens=max_new_tokens, seed=seed)
+            written = generate(ids, n=n, temperature=heat, **limits)
             _check_completions(written, len(asked), n)
         except GenerationStopped as stop:
             written = stop.completions
@@ -201,14 +205,14 @@ def _question(prompt: Any) -> str:
     return content if isinstance(content, str) else str(as_text(content))
 
 
-def _render_all(
+def _all_asked(
     problems: Sequence[Row], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
-) -> list[RenderedPrompt]:
+) -> list[_Asked]:
     prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
     for index, prompt in enumerate(prompts):
         if not prompt.ids:
             raise ValueError(f"row {index}: the prompt {prompt.text!r} has no tokens, so there is nothing to continue")
-    return prompts
+    return [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True))]
 
 
 def _check_rows(problems: Sequence[Row]) -> None:
@@ -231,7 +235,10 @@ def _check_rows(problems: Sequence[Row]) -> None:
             )
 
 
-def _check_settings(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float) -> None:
+def _checked_settings(
+    max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """What the result says it was measured with."""
     for name, value, least in [
         ("max_new_tokens", max_new_tokens, 1),
         ("batch_size", batch_size, 1),
@@ -241,6 +248,13 @@ def _check_settings(max_new_tokens: int, batch_size: int, n_samples: int, temper
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     if n_samples > 0 and not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be above 0 to draw n_samples={n_samples} samples, got {temperature!r}")
+    return {
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "n_samples": n_samples,
+        "temperature": temperature if n_samples > 0 else None,
+        "seed": seed,
+    }
 
 
 def _check_completions(completions: Sequence[Sequence[Completion]], prompts: int, n: int) -> None:

@@ -15,7 +15,7 @@ _HOMES = {
     "kimi_length_reward": "length",
     "LanguageConsistencyReward": "language",
     "GroupReward": "protocol",
-    "group_reward": "protocol",
+    "group_reward": "group_function",
     "EquationSteps": "equation_steps",
     "StepReward": "steps",
     "step_reward": "steps",
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.accuracy import AccuracyReward
     from grpo_lab.rewards.equation_steps import EquationSteps
     from grpo_lab.rewards.format import ThinkFormatReward
+    from grpo_lab.rewards.group_function import group_reward
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
-    from grpo_lab.rewards.protocol import GroupReward, group_reward
+    from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
 
 

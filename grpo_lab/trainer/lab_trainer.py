@@ -1,8 +1,14 @@
-"""``LabTrainer``: TRL's GRPOTrainer with seams for advantages, objective and update.
+"""``LabTrainer``: TRL's GRPOTrainer, read down the page as a step happens.
 
-One step runs down this page: rewards are gathered and completed (``_calculate_rewards``), what the outermost of these
-methods returns becomes advantages (``_generate_and_score_completions``), then micro-batches become a loss (``compute_loss`` → exact update or
-``_compute_loss``). Public hooks for team code: ``compute_advantages`` and ``token_loss``.
+    prompts           ``_get_train_sampler``, ``_tokenize_prompts``
+    generate          ``_generate_single_turn``, and there: prove sync
+    score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs: ``_generate_and_score``
+    record, buffer    its end; TRL cuts the batch and keeps it
+    collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or ``_compute_loss``
+    after the step    ``log``, checkpoints
+
+``door.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md`` follows one reward
+through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
 from __future__ import annotations
@@ -15,58 +21,24 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_lab.batch import RewardTable, TokenBatch
-from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.metrics.book import MetricBook, unrecorded
-from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
+from grpo_lab.trainer.door import given
+from grpo_lab.trainer.metrics.as_trl import TrlBook
+from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
-from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
-from grpo_lab.trainer.prompts.sampler import PromptOrder, with_row_numbers
-from grpo_lab.trainer.proof.loss_proof import prove_loss
-from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
-from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.resume.saved_arguments import picklable
-from grpo_lab.trainer.rollout.engine import SyncProof, engine_class
-from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts, refuse_long
+from grpo_lab.trainer.rollout.engine import engine_class
+from grpo_lab.trainer.rollout.prompt_fit import check_room
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
-from grpo_lab.trainer.rollout.thinking import thinking_rollout
-from grpo_lab.trainer.scoring.advantages import checked_advantages, record_scores
-from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
-from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward, mask_cut, penalised, whole_completions
-from grpo_lab.trainer.scoring.resample import DEAD_GROUP, Resampler, check_resample, dead_rows
-from grpo_lab.trainer.scoring.reward_table import (
-    Scored,
-    as_trl_calls_it,
-    check_finite,
-    correctness,
-    fill_group_rewards,
-    gathered_rows,
-    nan_counts,
-    truncated_rows,
-)
-from grpo_lab.trainer.scoring.schedules import WeightSchedules
-from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
-from grpo_lab.trainer.scoring.steps import StepCalled, check_steps, mean_advantage, token_advantages
+from grpo_lab.trainer.scoring.advantages import record_scores
+from grpo_lab.trainer.scoring.reward_table import correctness
+from grpo_lab.trainer.scoring.stages import rewards_of_all, score, set_advantages
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
-from grpo_lab.trainer.settings.algorithm import algorithm_from
-from grpo_lab.trainer.settings.inputs import (
-    check_budget,
-    check_hooks,
-    check_inputs,
-    check_prompt_lengths,
-    check_requires,
-    completion_limit,
-)
-from grpo_lab.trainer.settings.sampling import check_sampling_correction
 from grpo_lab.trainer.step.exact_update import ExactUpdate
-from grpo_lab.trainer.step.log_probs import GenerationForwards
-from grpo_lab.trainer.step.micro_batch import has_our_inputs, loss_mask, micro_batch_loss
+from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
-from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
-
-logger = logging.getLogger("grpo_lab")
 
 
 class LabTrainer(GRPOTrainer):
@@ -108,31 +80,26 @@ class LabTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        args = with_class_parts(type(self), model, args)
-        declares = type(self).declared_rewards.__func__ is not LabTrainer.declared_rewards.__func__  # type: ignore[attr-defined]
-        reward_funcs, environment_factory = with_environment_rewards(
-            type(self), reward_funcs, environment_factory, declares
+        found = given(
+            type(self),
+            LabTrainer,
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            environment_factory,
+            rollout_func,
         )
-        reward_funcs, args = with_declared_rewards(type(self), reward_funcs, args)
-        reward_funcs = without_environment_rewards(reward_funcs)
-        check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
-        self.lab_settings = args.lab_settings
-        if self.lab_settings.update.dead_groups == "resample":
-            check_resample(train_dataset)
-        self.algorithm = algorithm_from(args, self.lab_settings).with_hooks(type(self))
-        check_hooks(type(self), self.algorithm, LabTrainer)
-        check_budget(self.algorithm.objective, args.max_completion_length)
-        as_trl = self.lab_settings.objective is None  # then TRL's definitions of its metrics are in force, too
-        self.recorder = Recorder(as_trl, self._mode, lambda: bool(self.accelerator.is_main_process))
-        check_sampling_correction(args)
-        rollout, sampling = self.lab_settings.rollout, self.lab_settings.sampler
-        train_dataset = with_row_numbers(sampling, train_dataset, reward_funcs)
-        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(rollout, args)):
+        self.lab_settings, self.algorithm, self._team = found.settings, found.algorithm, found.team
+        means = TrlBook if self.lab_settings.objective is None else MetricBook
+        self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
+        with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
             super().__init__(
                 model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
+                reward_funcs=found.reward_funcs,
+                args=found.args,
+                train_dataset=found.train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 reward_processing_classes=reward_processing_classes,
@@ -142,37 +109,17 @@ class LabTrainer(GRPOTrainer):
                 peft_config=peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
-                environment_factory=environment_factory,
+                environment_factory=found.environment_factory,
             )
-        check_requires(self)
-        own_hook = type(self).compute_advantages is not LabTrainer.compute_advantages
-        check_steps(self.reward_funcs, self.algorithm.advantage, own_hook, self._tokenizer)
-        self.rollout_func = thinking_rollout(self, rollout, environment_factory)
-        self._update = ExactUpdate(self)
-        self._resampler = Resampler(self, self.lab_settings.update.max_rounds)
-        self._sync_proof = SyncProof(self, rollout)
-        self.keeps_on_interrupt = KeptOnInterrupt(self)
-        self.add_callback(self.keeps_on_interrupt)
-        self._weight_schedules = WeightSchedules(self, self.lab_settings.reward_schedules)
-        self._optimizer_reset = OptimizerReset(self) if args.reset_optimizer else None
-        if self._optimizer_reset is not None:
-            self.callback_handler.callbacks.insert(0, self._optimizer_reset)  # other callbacks see it done
-        self._sampling = PromptOrder(self, sampling)
-        self._generation_buffer = GenerationBuffer(self)
-        self.callback_handler.callbacks.insert(0, self._generation_buffer)  # others may write a checkpoint
-        self._step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(self)
-        check_kl_in_reward(self)
-        if self.use_vllm:
-            self.vllm_generation.waiting = self.keeps_on_interrupt.wait
-            check_training_prompts(self, type(self)._tokenize_prompts is not LabTrainer._tokenize_prompts)
-        self._prove()
+        self.parts = Parts(self, found)
+        prove(self)
+
+    # -- what a team may replace --------------------------------------------------------------------------------------
 
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
         """The rewards in force, from what the caller gave; a named trainer adds what belongs to its algorithm."""
         return given
-
-    # -- public hooks ------------------------------------------------------------------------------------------------
 
     def compute_advantages(self, table: RewardTable) -> Tensor:
         """Advantages ``[N]`` of a generation batch from its rewards over all ranks (the same on every rank).
@@ -199,40 +146,15 @@ class LabTrainer(GRPOTrainer):
     # -- prompts -----------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        ours = self._sampling.built(self.train_dataset if dataset is None else dataset)
+        ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset) if ours is None else ours
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._step_end_checkpoint.takes_over():
-            return
-        folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        self._sampling.save(folder)
-        self._generation_buffer.save(folder)
-        with trl_bridge.replaced(self, "args", picklable(self.args)):
-            super()._save_checkpoint(model, trial)
-
-    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-        with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
-            super()._save(output_dir, state_dict)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with trl_bridge.plain_cpu(self.args):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        self._sampling.load(checkpoint)
-        self._generation_buffer.load(checkpoint)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
-        if self.use_vllm:
-            refuse_long(ids, self.vllm_generation.context, 1, self._tokenizer.decode)
-        limit = self.args.vllm_max_model_length if self.use_vllm else None
-        config = self.accelerator.unwrap_model(self.model).config
-        risk = check_prompt_lengths([len(row) for row in ids], config, completion_limit(self.args), limit)
-        if risk is not None:
-            self.say(risk, key="context", level=logging.WARNING)
+        check_room(self, ids)
         return ids, images, fields
 
-    # -- rollouts ----------------------------------------------------------------------------------------------------
+    # -- generate, prove sync ----------------------------------------------------------------------------------------
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
@@ -240,88 +162,37 @@ class LabTrainer(GRPOTrainer):
         generated = super()._generate_single_turn(
             prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
-        if self.use_vllm and self.model.training and self._sync_proof.is_due():
-            self._sync_proof.prove(prompt_ids)
+        if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
+            self.parts.sync_proof.prove(prompt_ids)
         return generated
 
-    # -- rewards and advantages --------------------------------------------------------------------------------------
+    # -- score, select, penalise, advantages of rows and of tokens, log-probs, record ----------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        names = tuple(self.reward_func_names)
-        seams = [as_trl_calls_it(reward, name) for reward, name in zip(self.reward_funcs, names, strict=True)]
-        with trl_bridge.replaced(self, "reward_funcs", seams):
-            values: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        check_finite(values, names)
-        not_numbers = nan_counts(seams, values, self.accelerator)
-        if self._scoring is not None:
-            self._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
-        if any(scope_of(reward) == "group" for reward in self.reward_funcs):
-            cut = truncated_rows(completion_ids_list, {*self.eos_token_ids, self._tokenizer.pad_token_id})
-            rows = gathered_rows(self, inputs, prompts, completions, completion_ids_list, cut)
-            progress = (self.state.global_step, self.state.max_steps)
-            group = fill_group_rewards(values, names, self.reward_funcs, rows, self._group_size(), progress)
-            values, not_numbers = group[0], not_numbers + group[1]
-        record_not_numbers(self, not_numbers, values.size(0))
-        return values
+        trls = super()._calculate_rewards
+        return rewards_of_all(self, trls, self._group_size(), inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
             output = self._generate_and_score(inputs)
             if self.model.training and self.lab_settings.update.dead_groups == "resample":
-                return self._resampler.fill(output, self._generate_and_score)
+                return self.parts.resampler.fill(output, self._generate_and_score)
             return output
 
     def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
         """One generation batch: TRL's completions and rewards, our advantages."""
-        self._weight_schedules.apply()
-        if self._optimizer_reset is not None and self.model.training:
-            self._optimizer_reset.before_generation()
-        forwards = GenerationForwards.of(self)
-        with forwards.instead_of_trls(self) as put_off, whole_completions(self), scored_by(self) as found:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self.rollout_func is not None:  # its mask may come now and then, or on one rank only
-            output.setdefault("tool_mask", output["completion_mask"])
-        scored, mode = found.taken(), self._mode()
-        sampled = mask_cut(self, output, scored.truncated[self._local(output)])
-        if forwards.corrected:
-            output["length_quartile"] = length_quartiles(scored.lengths)[self._local(output)]
-        if put_off:
-            del output["old_per_token_logps"]
-            output.pop("importance_sampling_ratio", None)
-            trl_bridge.forget_sampling_metrics(self, mode)
-        elif forwards.corrected:
-            record_by_length(self, output, loss_mask(output), mode)
-        if self.lab_settings.update.dead_groups == "resample":
-            output[DEAD_GROUP] = dead_rows(scored).to(output["prompt_ids"].device)[self._local(output)]
-        self._set_advantages(output, scored, sampled)
+        self.parts.weight_schedules.apply()
+        if self.parts.optimizer_reset is not None and self.model.training:
+            self.parts.optimizer_reset.before_generation()
+        output, scored, sampled, forwards = score(self, super()._generate_and_score_completions, inputs)
+        set_advantages(self, output, scored, sampled)
         forwards.mark(output)
         record_scores(self, scored)
-        if mode == "train":
-            self._sampling.record(scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book(mode))
+        if self._mode() == "train":
+            self.parts.prompts.record(
+                scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book("train")
+            )
         return output
-
-    def _set_advantages(self, output: dict[str, Any], scored: Scored, sampled: dict[str, Tensor]) -> None:
-        table = scored.table
-        kl = self.algorithm.objective.kl_in_reward if self.algorithm.objective is not None else None
-        if kl is None and not self.has_own_advantages:
-            return  # TRL's own stay
-        if kl is not None:
-            table = penalised(self, output, table, kl, sampled)
-        if scored.steps:
-            width = output["completion_ids"].size(1)
-            per_token = token_advantages(self.algorithm.advantage, table, scored.steps, self._local(output), width)
-            output["advantages"] = per_token.to(output["advantages"])
-            logged = mean_advantage(self, output["advantages"], loss_mask(output))
-            trl_bridge.replace_logged_advantages(self, logged)
-            return
-        advantages = checked_advantages(self.compute_advantages(table), table)
-        output["advantages"] = advantages[self._local(output)].to(output["advantages"])
-        trl_bridge.replace_logged_advantages(self, advantages)
-
-    def _local(self, output: dict[str, Any]) -> slice:
-        """This rank's rows of what was gathered."""
-        rows = output["prompt_ids"].size(0)
-        return slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
 
     def _group_size(self) -> int:
         return int(self.num_generations if self.model.training else self.num_generations_eval)
@@ -329,17 +200,17 @@ class LabTrainer(GRPOTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    # -- loss --------------------------------------------------------------------------------------------------------
+    # -- buffer (TRL's), collect, plan, bins ---------------------------------------------------------------------------
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        if self.model.training and not return_outputs and not self.has_own_loss:
-            self._update.left_alone(inputs)
-        if return_outputs or not self.model.training or not self.has_own_loss:
+        if self.model.training and not return_outputs and not self.loss_is_ours:
+            self.parts.update.left_alone(inputs)
+        if return_outputs or not self.model.training or not self.loss_is_ours:
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss
-        return self._update.loss(model, inputs)
+        return self.parts.update.loss(model, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
@@ -349,7 +220,7 @@ class LabTrainer(GRPOTrainer):
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
 
-    # -- metrics -----------------------------------------------------------------------------------------------------
+    # -- after the step ----------------------------------------------------------------------------------------------
 
     def metric_book(self, mode: str) -> MetricBook:
         return self.recorder.book(mode)
@@ -368,22 +239,41 @@ class LabTrainer(GRPOTrainer):
         with in_our_words(self):
             super().create_model_card(*args, **kwargs)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.parts.step_end_checkpoint.takes_over():
+            return
+        folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
+        self.parts.prompts.save(folder)
+        self.parts.generation_buffer.save(folder)
+        with trl_bridge.replaced(self, "args", picklable(self.args)):
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
+            super()._save(output_dir, state_dict)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with trl_bridge.plain_cpu(self.args):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self.parts.prompts.load(checkpoint)
+        self.parts.generation_buffer.load(checkpoint)
+
+    # -- what the rooms may ask (``ports.StepPort``) --------------------------------------------------------------------
+
     @property
-    def has_own_advantages(self) -> bool:
+    def replaces_trls_advantages(self) -> bool:
         """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
-        return (
-            self.algorithm.advantage is not None or type(self).compute_advantages is not LabTrainer.compute_advantages
-        )
+        return self.algorithm.advantage is not None or "compute_advantages" in self._team
 
     @property
-    def has_own_loss(self) -> bool:
-        """Whether the loss is ours (a subclass may replace TRL's ``_compute_loss``; then nothing is left out)."""
-        return type(self)._compute_loss is LabTrainer._compute_loss
+    def loss_is_ours(self) -> bool:
+        """Whether the loss is this package's; False where a team's ``_compute_loss`` makes it (then nothing is left out)."""
+        return "_compute_loss" not in self._team
 
     @property
-    def has_own_token_loss(self) -> bool:
-        """Whether a subclass replaces the hook ``token_loss``."""
-        return type(self).token_loss is not LabTrainer.token_loss
+    def team_overrides_token_loss(self) -> bool:
+        """Whether a team's subclass replaces the hook ``token_loss``."""
+        return "token_loss" in self._team
 
     @property
     def phase(self) -> Phase:
@@ -398,14 +288,4 @@ class LabTrainer(GRPOTrainer):
     @property
     def exact_update(self) -> ExactUpdate:
         """What collects micro-batches and runs them in bins."""
-        return self._update
-
-    def _prove(self) -> None:
-        if self.algorithm.objective is None:
-            self.say(f"the loss is left to TRL: {self.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING)
-        else:
-            with unrecorded(self):
-                self.say(prove_loss(self.token_loss, self.algorithm.objective, self.has_own_token_loss))
-            idle = idle_pull(self)
-            if idle is not None:
-                self.say(idle, level=logging.WARNING)
+        return self.parts.update

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
+from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.parse import LabSettings
@@ -86,13 +86,13 @@ class Recorder:
     """Metrics of training and evaluation, and what is said once.
 
     Args:
-        mean_of_means: TRL's definition of a mean (``metrics.book``).
+        book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
         mode: ``train`` or ``eval``, as it is now.
         speaks: whether this process may speak.
     """
 
-    def __init__(self, mean_of_means: bool, mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
-        self.books = {name: MetricBook(mean_of_means) for name in ("train", "eval")}
+    def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
+        self.books = {name: book() for name in ("train", "eval")}
         self.mode, self._speaks = mode, speaks
         self._said: set[str] = set()
 
@@ -102,9 +102,15 @@ class Recorder:
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
-        if (key or message) not in self._said and self._speaks():
-            self._said.add(key or message)
+        if self.has_said(key or message):
+            return
+        self._said.add(key or message)
+        if self._speaks():
             logger.log(level, message)
+
+    def has_said(self, key: str) -> bool:
+        """Whether this was said, on processes that do not speak, too: the same answer on every rank."""
+        return key in self._said
 
 
 @dataclass(frozen=True)
@@ -128,14 +134,48 @@ class SamplerCorrection:
 
 
 class StepPort(Protocol):
-    """What scoring, the update and their metrics may ask of the run. ``LabTrainer`` is one."""
+    """What prompts, scoring and the update may ask of the run, all of it. ``LabTrainer`` is one.
 
-    accelerator: Any
-    args: Any
-    model: Any
+    mypy holds ``prompts/``, ``scoring/`` and ``step/`` to this list (``pyproject.toml``): whoever needs more of TRL writes it down here.
+    """
+
+    # the algorithm in force, what is recorded and said
     algorithm: Algorithm
     lab_settings: LabSettings
     recorder: Recorder
+    exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+
+    # HF's
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    optimizer: Any
+    train_dataset: Any
+    is_deepspeed_enabled: bool
+    current_gradient_accumulation_steps: Any
+
+    # TRL's
+    num_generations: int
+    num_iterations: int
+    max_completion_length: Any
+    beta: float
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    rollout_func: Any
+    eos_token_ids: Any
+    _tokenizer: Any
+    _step: int
+    _buffered_inputs: Any
+    _scoring: Any
+    _generate: Any
+    _calculate_rewards: Any
+    _compute_loss: Any
+    _get_per_token_logps_and_entropies: Any
+    _group_size: Any
 
     @property
     def phase(self) -> Phase: ...
@@ -144,15 +184,17 @@ class StepPort(Protocol):
     def correction(self) -> SamplerCorrection | None: ...
 
     @property
-    def has_own_token_loss(self) -> bool: ...
+    def team_overrides_token_loss(self) -> bool: ...
 
     @property
-    def has_own_loss(self) -> bool: ...
+    def loss_is_ours(self) -> bool: ...
 
     @property
-    def has_own_advantages(self) -> bool: ...
+    def replaces_trls_advantages(self) -> bool: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
+
+    def compute_advantages(self, table: RewardTable) -> Tensor: ...
 
 
 __all__ = ["Phase", "Recorder", "SamplerCorrection", "StepPort"]

@@ -60,7 +60,7 @@ class Terminated(TrainerCallback):  # type: ignore[misc]
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == STOP - 1 and args.process_index == 0:
-            manager = self.trainer._step_end_checkpoint.jit_manager
+            manager = self.trainer.parts.step_end_checkpoint.jit_manager
             manager.kill_wait = 0
             os.kill(os.getpid(), signal.SIGTERM)
             while not manager.is_checkpoint_requested:

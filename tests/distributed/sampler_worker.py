@@ -66,7 +66,7 @@ def train(spec: dict[str, Any], resume: int = 0) -> dict[str, Any]:
         rollout_func=rollout,
     )
     trainer.train(resume_from_checkpoint=str(out / "whole" / f"checkpoint-{resume}") if resume else None)
-    sampler = trainer._sampling.sampler
+    sampler = trainer.parts.prompts.sampler
     assert sampler is not None
     return {"ranks": gather_object([judge.seen]), "fingerprints": gather_object([sampler.fingerprint()])}
 

@@ -17,6 +17,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.step import exact_update, micro_batch
 from parity.harness import Run, arguments, movement_difference, train
 
@@ -92,7 +93,8 @@ def test_without_an_update_since_generation_shapes_do_not_matter(
 
     def spy(trainer: Any, book: Any, batch: Any, *rest: Any) -> None:
         off = batch.log_ratio.masked_fill(~batch.mask, 0.0).abs().amax(1)
-        seen.append(off[batch.extras["policy_unmoved"].bool()] if "policy_unmoved" in batch.extras else off)
+        unmoved = Carried(batch.extras).unmoved
+        seen.append(off if unmoved is None else off[unmoved.bool()])
         record(trainer, book, batch, *rest)
 
     monkeypatch.setattr(exact_update, "record_tokens", spy)

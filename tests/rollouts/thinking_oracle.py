@@ -63,7 +63,7 @@ class Tap(TrainerCallback):
         if trainer.algorithm.left_to_trl is None:
             objective = replace(trainer.algorithm.objective, aggregate=AGGREGATIONS[name])
             trainer.algorithm = replace(trainer.algorithm, objective=objective)
-            trainer._update._verdict = None
+            trainer.parts.update._verdict = None
         model = trainer.accelerator.unwrap_model(trainer.model)
         twin = type(model)(copy.deepcopy(model.config)).double().eval()  # a copy would keep TRL's patched forward
         twin.load_state_dict(model.state_dict())

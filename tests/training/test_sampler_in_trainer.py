@@ -60,7 +60,7 @@ def run(folder: Path, model: Path, sampler: Any, resume: str | None = None, rows
 
 def test_prioritized_serves_groups_and_follows_the_run(tiny_folder: Path, tmp_path: Path) -> None:
     batches, trainer = run(tmp_path, tiny_folder, "prioritized", max_steps=8)
-    sampler = trainer._sampling.sampler
+    sampler = trainer.parts.prompts.sampler
     assert isinstance(sampler, PrioritizedSampler)
     assert all(len(set(batch)) == 3 for batch in batches)
     assert len(batches) == 8
@@ -84,7 +84,7 @@ def test_draws_follow_the_formula_in_a_long_run(tiny_folder: Path, tmp_path: Pat
     batches, trainer = run(
         tmp_path, tiny_folder, {"name": "prioritized", "floor": 0.1}, rows=24, max_steps=150, learning_rate=0.0
     )
-    sampler = trainer._sampling.sampler
+    sampler = trainer.parts.prompts.sampler
     assert set(range(24)) == {number for batch in batches for number in batch}  # nobody starves
     known = next(i for i in range(150) if len({n for batch in batches[:i] for n in batch}) == 24) + 2
     counts = Counter(number for batch in batches[known:] for number in batch)
@@ -131,7 +131,7 @@ def test_the_order_after_a_resume_is_that_of_the_whole_run(
 def test_prompts_drawn_past_the_sampler_count_too(tiny_folder: Path, tmp_path: Path) -> None:
     batches, trainer = run(tmp_path, tiny_folder, "prioritized", max_steps=3, update={"dead_groups": "resample"})
     assert len(batches) > 3  # further rounds of `update.dead_groups: resample`
-    tried = torch.nonzero(trainer._sampling.sampler.trials).flatten().tolist()
+    tried = torch.nonzero(trainer.parts.prompts.sampler.trials).flatten().tolist()
     assert set(tried) == {number for batch in batches for number in batch}
 
 

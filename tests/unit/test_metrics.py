@@ -11,7 +11,9 @@ import torch
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
-from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, add_token_metric, reward_metrics
+from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.metrics.as_trl import TrlBook
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, reward_metrics
 from grpo_lab.trainer.ports import SamplerCorrection
 from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
 
@@ -22,25 +24,58 @@ TWO_ALIKE = SimpleNamespace(gather=lambda value: torch.cat([value, value]))
 def test_a_mean_is_over_tokens_not_over_batches() -> None:
     book = MetricBook()
     # micro-batch 1: three tokens of 1.0; micro-batch 2: one token of 5.0 -> (3 + 5) / 4 = 2.0, not (1 + 5) / 2 = 3.0
-    add_token_metric(book, "entropy", torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
-    add_token_metric(book, "entropy", torch.full((1, 3), 5.0), torch.tensor([[True, False, False]]))
+    book.add_tokens("entropy", torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    book.add_tokens("entropy", torch.full((1, 3), 5.0), torch.tensor([[True, False, False]]))
     book.reduce(ONE)
     assert book.read() == {"entropy": 2.0}
     assert book.read() == {}
 
 
 def test_mean_of_means_is_trls_definition() -> None:
-    book = MetricBook(mean_of_means=True)
+    book = TrlBook()
     values = torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    add_token_metric(book, "entropy", values, mask, slots=torch.tensor([0, 1]), num_slots=2)  # (1 + 5) / 2 = 3
+    book.add_tokens("entropy", values, mask, Origin(torch.tensor([0, 1]), count=2, every=2))  # (1 + 5) / 2 = 3
     book.reduce(ONE)
     assert book.read() == {"entropy": 3.0}
 
 
-@pytest.mark.parametrize("mean_of_means", [False, True])
-def test_ranks_add_up(mean_of_means: bool) -> None:
-    book = MetricBook(mean_of_means)
+def test_rows_without_tokens_count_as_trl_counts_them() -> None:
+    """Two micro-batches of two rows, one value a row; the second has no loss token and is left out.
+
+    First: rows of 2 and 4, the second without a token. Ours: 2 / 1. TRL's, of the first as it cut it: (2 + 4) / 2 = 3; in bins its
+    row counts only where it has tokens, 2 / 1, and a micro-batch that was left out whole has the mean 0: (2 + 0) / 2 = 1.
+    """
+    values, mask = torch.tensor([[2.0], [4.0]]), torch.tensor([[True, True], [False, False]])
+    first, both = Origin(torch.tensor([0, 0]), 2, 2), Origin(torch.tensor([0, 0, 1, 1]), 2, 2)
+    left_out = LeftOut(torch.tensor([2, 0, 0, 0]), torch.tensor([False, False, True, True]), both, width=2)
+    ours, as_cut, in_bins, seen = MetricBook(), TrlBook(), TrlBook(), TrlBook()
+    for book, origin in ((ours, first), (as_cut, None), (in_bins, first)):
+        book.add_tokens("ratio", values, mask, origin)
+    for book in (ours, in_bins):
+        book.add_zeros("ratio", left_out, of_rows=True)
+    seen.add_tokens("entropy", torch.full((2, 2), 6.0), mask, first)
+    seen.add_unseen("entropy", left_out)
+    for book in (ours, as_cut, in_bins, seen):
+        book.reduce(ONE, step_ends=book is not as_cut)
+    assert ours.read() == {"ratio": 2.0}
+    assert as_cut.read() == {"ratio": 3.0}
+    assert in_bins.read() == {"ratio": 1.0}
+    assert seen.read() == {"entropy": pytest.approx(3.0)}  # (6 + 0) / 2
+
+
+def test_pairs_of_ours_wait_for_the_end_of_the_step() -> None:
+    book = MetricBook()
+    book.add("x", torch.tensor(1.0), 1.0)
+    book.reduce(ONE, step_ends=False)
+    assert book.read() == {}
+    book.reduce(ONE)
+    assert book.read() == {"x": 1.0}
+
+
+@pytest.mark.parametrize("kind", [MetricBook, TrlBook])
+def test_ranks_add_up(kind: type[MetricBook]) -> None:
+    book = kind()
     book.add("x", torch.tensor(6.0), 3.0)
     book.reduce(TWO_ALIKE)  # (6 + 6) / (3 + 3)
     assert book.read() == {"x": 2.0}
@@ -48,7 +83,7 @@ def test_ranks_add_up(mean_of_means: bool) -> None:
 
 def test_masked_nan_does_not_reach_the_mean() -> None:
     book = MetricBook()
-    add_token_metric(book, "kl", torch.tensor([[1.0, float("nan")]]), torch.tensor([[True, False]]))
+    book.add_tokens("kl", torch.tensor([[1.0, float("nan")]]), torch.tensor([[True, False]]))
     book.reduce(ONE)
     assert book.read() == {"kl": 1.0}
 
@@ -56,8 +91,8 @@ def test_masked_nan_does_not_reach_the_mean() -> None:
 def test_extremes_follow_the_rows() -> None:
     book = MetricBook()
     clipped = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # row shares 0.5 and 0.25
-    add_token_metric(book, "clip_ratio/low_mean", clipped, torch.ones(2, 4, dtype=torch.bool))
-    add_token_metric(book, "clip_ratio/high_mean", clipped, torch.ones(2, 4, dtype=torch.bool))
+    book.add_tokens("clip_ratio/low_mean", clipped, torch.ones(2, 4, dtype=torch.bool))
+    book.add_tokens("clip_ratio/high_mean", clipped, torch.ones(2, 4, dtype=torch.bool))
     book.reduce(ONE)
     assert book.read() == {
         "clip_ratio/low_mean": 0.375,
@@ -115,8 +150,9 @@ def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
             batch = TokenBatch(old + steps, old, log_ratio(ratio, old + steps, old, where), dummy + 1, where)
             batch = replace(batch, entropies=torch.zeros_like(steps))
             record_tokens(trainer, book, batch)
-        two = torch.tensor([2.0])
-        record_skipped(trainer, book, batch, LeftOut(torch.tensor([10.0]), two, two, torch.tensor([False])))
+        tokens, skipped = torch.tensor([3, 5, 4, 6]), torch.tensor([False, False, True, True])
+        left_out = LeftOut(tokens, skipped, Origin(torch.zeros(4, dtype=torch.long), count=1, every=1), width=6)
+        record_skipped(trainer, book, batch, left_out)
         book.reduce(ONE)
         found[ratio] = book.read()
     assert found["token"]["clip_ratio/high_mean"] == pytest.approx(2 / 18)
@@ -150,9 +186,10 @@ def test_sampler_metrics_by_hand() -> None:
         algorithm=SimpleNamespace(objective=objective),
         correction=SamplerCorrection("token_truncate", None, 3.0),
     )
-    extras = {"sampling_per_token_logps": engines, "length_quartile": torch.tensor([3, 0])}
+    carried = Carried({})
+    carried.sampler_logps, carried.length_quartile = engines, torch.tensor([3, 0])
     step = torch.zeros_like(ours)
-    batch = TokenBatch(ours, ours, step, step[:, :1], mask, None, step, weights, extras)
+    batch = TokenBatch(ours, ours, step, step[:, :1], mask, None, step, weights, dict(carried.fields))
     book = MetricBook()
     record_tokens(trainer, book, batch)
     book.reduce(ONE)

@@ -4,9 +4,8 @@ Pairs accumulate on the device; once per optimizer step one collective adds them
 for a number (``.item()``) before ``read``.
 
 Over what a mean goes: over all tokens (or rows, groups) since the last log. With ``objective`` unset TRL's own definition
-is in force, which is a mean of micro-batch means; there each micro-batch of the step has a pair of its own (K pairs), and
-their ratios are averaged. TRL's means over rows count rows without loss tokens as well, and a micro-batch without any loss
-token counts as 0. ``docs/metrics.md`` lists every metric.
+is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever records hands over values, masks and which micro-batch each row
+was of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from torch import Tensor
 
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
-#: count of a micro-batch without loss tokens: its mean is 0 and it takes part in a mean of means
-NOTHING = 1e-9
-
 #: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
 EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
@@ -33,39 +29,47 @@ EXTREMES: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Rows of an optimizer step that were not computed, per micro-batch ``[K]`` (one rank speaks for all).
+class Origin:
+    """Which micro-batch of the optimizer step TRL had each row in.
 
     Args:
-        tokens: their loss tokens.
-        rows: how many rows a mean over rows counts (TRL's definition: also those without loss tokens).
-        rows_with_tokens: those of them that have loss tokens.
-        without_tokens: bool, the whole micro-batch has no loss token.
-        one_token_wide: TRL's definition is in force and its micro-batches are one token wide: it counts rows for tokens.
+        micro_batch: long ``[B]``, from 0.
+        count: micro-batches of the step.
+        every: micro-batches that a generation batch serves.
+    """
+
+    micro_batch: Tensor
+    count: int
+    every: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The rows of an optimizer step, and which of them were not computed.
+
+    Args:
+        tokens: long ``[N]``, loss tokens of every row.
+        skipped: bool ``[N]``, not computed; on one rank, which speaks for all.
+        origin: of every row.
+        width: completion tokens that the step's rows are padded to.
     """
 
     tokens: Tensor
-    rows: Tensor
-    rows_with_tokens: Tensor
-    without_tokens: Tensor
-    one_token_wide: bool = False
+    skipped: Tensor
+    origin: Origin
+    width: int
 
 
 class MetricBook:
-    """Pairs of one mode (train or eval), over micro-batches, ranks and the steps of a logging window.
+    """Pairs of one mode (train or eval), over micro-batches, ranks and the steps of a logging window."""
 
-    Args:
-        mean_of_means: TRL's definition: the pairs of one step are averaged as ratios, not added up.
-    """
-
-    def __init__(self, mean_of_means: bool = False) -> None:
-        self.mean_of_means = mean_of_means
+    def __init__(self) -> None:
         self._fresh: dict[str, Tensor] = {}  # this rank, since the last reduction: name -> [K, 2]
         self._fresh_extremes: dict[tuple[str, str], Tensor] = {}  # (name, how) -> [K]
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]`` per micro-batch."""
+        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]`` (``_places``)."""
         pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
@@ -79,10 +83,59 @@ class MetricBook:
         before = self._fresh_extremes.get(key, values)
         self._fresh_extremes[key] = torch.minimum(before, values) if how == "min" else torch.maximum(before, values)
 
-    def reduce(self, accelerator: Any) -> None:
-        """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names."""
+    def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
+        """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``.
+
+        Args:
+            origin: of the rows of a bin; ``None``: they are a micro-batch as TRL cut it.
+
+        Where T is 1 both readings are the same number: a row has one loss token or none. TRL's extremes over rows
+        (``clip_ratio/low_min``, ``clip_ratio/high_max``) follow their mean.
+        """
+        weights = self._weights(values, mask, origin)
+        selected = values.float().masked_fill(~weights, 0.0)
+        totals, counts = selected.sum(1), weights.sum(1).float()
+        places, number = self._places(name, totals, origin)
+        zeros = totals.new_zeros(number)
+        self.add(name, zeros.index_add(0, places, totals), self._sizes(zeros.index_add(0, places, counts), origin))
+        if name in EXTREMES:
+            means = totals / counts.clamp(min=1)
+            self.add_worst(*EXTREMES[name], means.unsqueeze(1), (counts > 0).unsqueeze(1), origin)
+
+    def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
+        """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``."""
+        worst = torch.inf if how == "min" else -torch.inf
+        values = values.float().masked_fill(~where, worst)
+        rows = values.amin(1) if how == "min" else values.amax(1)
+        places, number = self._places(name, rows, origin)
+        found = torch.full((number,), worst, device=rows.device)
+        self.add_extreme(name, how, found.scatter_reduce(0, places, rows, "amin" if how == "min" else "amax"))
+
+    def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
+        """What was left out counts in the mean called ``name``, where its value is known to be 0.
+
+        Args:
+            of_rows: the mean is over rows, not over loss tokens.
+        """
+        with_tokens = left_out.skipped & (left_out.tokens > 0)
+        counted = self._per_place(name, with_tokens if of_rows else left_out.tokens * left_out.skipped, left_out.origin)
+        self.add(name, torch.zeros_like(counted), counted)
+        if name in EXTREMES:
+            extreme, how = EXTREMES[name]
+            seen = self._per_place(name, with_tokens, left_out.origin)
+            self.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
+
+    def add_unseen(self, name: str, left_out: LeftOut) -> None:
+        """The same for a mean that says nothing of what was left out: it is over the rows that were computed."""
+
+    def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
+        """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names.
+
+        Args:
+            step_ends: no micro-batch of the optimizer step follows; until then pairs wait.
+        """
         names, extremes = sorted(self._fresh), sorted(self._fresh_extremes)
-        if not names and not extremes:
+        if not step_ends or (not names and not extremes):
             return
         parts = [self._fresh[n].reshape(-1) for n in names] + [self._fresh_extremes[k] for k in extremes]
         columns = accelerator.gather(torch.cat(parts).unsqueeze(0)).split([part.numel() for part in parts], dim=1)
@@ -117,13 +170,27 @@ class MetricBook:
             self._total[name] = torch.tensor([total, count], device="cpu" if on_cpu else device)
 
     def _settle(self, name: str, pairs: Tensor) -> None:
-        if self.mean_of_means:
-            seen = pairs[:, 1] > 0
-            pairs = torch.stack(
-                [torch.where(seen, pairs[:, 0] / pairs[:, 1].clamp(min=1e-9), pairs[:, 0]), seen.float()], dim=1
-            )
         pair = pairs.sum(0)
         self._total[name] = self._total[name] + pair if name in self._total else pair
+
+    # -- what a definition of means decides (``metrics.as_trl`` has the other one) --------------------------------------
+
+    def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
+        """bool like ``values``: what is counted."""
+        return mask.any(dim=1, keepdim=True) if values.size(1) == 1 else mask
+
+    def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
+        """Which of K pairs each of some rows goes to, long ``[B]``, and K."""
+        return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device), 1
+
+    def _sizes(self, counts: Tensor, origin: Origin | None) -> Tensor:
+        """Counts ``[K]`` as they are added."""
+        return counts
+
+    def _per_place(self, name: str, values: Tensor, origin: Origin) -> Tensor:
+        """Sums ``[K]`` of one value a row."""
+        places, number = self._places(name, values, origin)
+        return torch.zeros(number, device=values.device).index_add(0, places, values.float())
 
 
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:
@@ -136,61 +203,11 @@ def unrecorded(trainer: Any) -> Iterator[None]:
     """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is asked about."""
     trls, ours = trainer._metrics, trainer.recorder.books
     trainer._metrics = {mode: defaultdict(list) for mode in trls}
-    trainer.recorder.books = {mode: MetricBook(book.mean_of_means) for mode, book in ours.items()}
+    trainer.recorder.books = {mode: type(book)() for mode, book in ours.items()}
     try:
         yield
     finally:
         trainer._metrics, trainer.recorder.books = trls, ours
-
-
-def add_token_metric(
-    book: MetricBook, name: str, values: Tensor, mask: Tensor, slots: Tensor | None = None, num_slots: int = 1
-) -> None:
-    """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``.
-
-    Args:
-        slots: long ``[B]``, the micro-batch that TRL had each row in (mean of means); ``None``: all in one.
-        num_slots: K.
-
-    Where T is 1 both readings are the same number: a row has one loss token or none. Only TRL's own definition counts a row
-    without loss tokens there (it takes any ``[B, 1]`` for one value a row), and so do we where that is in force.
-
-    TRL's extremes over rows (``clip_ratio/low_min``, ``clip_ratio/high_max``) follow their mean.
-    """
-    stock = book.mean_of_means and slots is None  # a micro-batch as TRL cut it, measured as TRL does
-    weights = mask
-    if values.size(1) == 1:
-        weights = torch.ones_like(mask[:, :1]) if stock else mask.any(dim=1, keepdim=True)
-    selected = values.float().masked_fill(~weights, 0.0)
-    totals, counts = selected.sum(1), weights.sum(1).float()
-    if slots is None:
-        slots = torch.zeros(mask.size(0), dtype=torch.long, device=mask.device)
-    zeros = totals.new_zeros(num_slots)
-    sizes = zeros.index_add(0, slots, counts)
-    book.add(name, zeros.index_add(0, slots, totals), sizes.clamp(min=NOTHING) if stock else sizes)
-    if name in EXTREMES:
-        extreme, how = EXTREMES[name]
-        means = totals / counts.clamp(min=1)
-        add_extreme_metric(book, extreme, how, means.unsqueeze(1), (counts > 0).unsqueeze(1), slots, num_slots)
-
-
-def add_extreme_metric(
-    book: MetricBook,
-    name: str,
-    how: str,
-    values: Tensor,
-    where: Tensor,
-    slots: Tensor | None = None,
-    num_slots: int = 1,
-) -> None:
-    """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``, in each of the K micro-batches (``slots`` ``[B]``)."""
-    worst = torch.inf if how == "min" else -torch.inf
-    values = values.float().masked_fill(~where, worst)
-    rows = values.amin(1) if how == "min" else values.amax(1)
-    if slots is None:
-        slots = torch.zeros(rows.size(0), dtype=torch.long, device=rows.device)
-    found = torch.full((num_slots,), worst, device=rows.device)
-    book.add_extreme(name, how, found.scatter_reduce(0, slots, rows, "amin" if how == "min" else "amax"))
 
 
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:

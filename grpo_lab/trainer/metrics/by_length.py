@@ -9,14 +9,28 @@ See ``docs/algorithms/sampler_correction.md``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.metrics.book import MetricBook
 
 QUARTILES = 4
+
+
+class Bounds(Protocol):
+    """The correction in force (``ports.SamplerCorrection``)."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def low(self) -> float | None: ...
+
+    @property
+    def high(self) -> float | None: ...
 
 
 def length_quartiles(lengths: Tensor) -> Tensor:
@@ -56,23 +70,22 @@ def by_length(weights: Tensor, mask: Tensor, quartiles: Tensor, kept: Tensor) ->
     return pairs
 
 
-def add_by_length(book: MetricBook, trainer: Any, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
+def add_by_length(book: MetricBook, how: Bounds, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
     """``by_length`` of some rows into the book, this rank's share."""
-    for name, (total, count) in by_length(weights, mask, quartiles, _kept(trainer, weights)).items():
+    kept = kept_by_bounds(weights, how.mode, how.low, how.high)
+    for name, (total, count) in by_length(weights, mask, quartiles, kept).items():
         book.add(name, total, count)
 
 
 def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: str) -> None:
     """``by_length`` of a generation batch whose weights TRL made, gathered over ranks."""
-    weights = output["importance_sampling_ratio"]
-    pairs = by_length(weights, mask, output["length_quartile"], _kept(trainer, weights))
+    carried, how = Carried(output), trainer.correction
+    weights, quartiles = carried.sampler_weights, carried.length_quartile
+    assert weights is not None
+    assert quartiles is not None
+    pairs = by_length(weights, mask, quartiles, kept_by_bounds(weights, how.mode, how.low, how.high))
     local = torch.stack([torch.stack([total.float(), count.float()]) for total, count in pairs.values()])
     sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
     book = trainer.recorder.book(mode)
     for name, (total, count) in zip(pairs, sums, strict=True):
         book.add_alike(name, total, count)
-
-
-def _kept(trainer: Any, weights: Tensor) -> Tensor:
-    how = trainer.correction
-    return kept_by_bounds(weights, how.mode, how.low, how.high)

@@ -18,21 +18,19 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
+from grpo_lab.atomic import write_whole_text
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.settings.sampler import SamplerSettings
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.correct import CORRECT_FROM
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
 
 ROW_COLUMN = "grpo_lab_row"
 STATE_FILE = "grpo_lab_sampler.json"
@@ -79,22 +77,29 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 class PromptOrder:
-    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
+    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing.
 
-    def __init__(self, trainer: StepPort, settings: SamplerSettings | None) -> None:
-        self.trainer, self.settings = trainer, settings
+    Args:
+        args: the run's configuration.
+        group_size: completions of a prompt.
+        every: micro-batches that a generation batch serves (``Phase.every``).
+    """
+
+    def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
+        self.settings = settings
+        self._args, self._group_size, self._every = args, group_size, every
         self.sampler: RoundSampler | None = None
 
     def built(self, dataset: Any) -> RoundSampler | None:
         """A new sampler in the shape of TRL's `RepeatSampler`; None where TRL's own is to be used."""
         if self.settings is None:
             return None
-        trainer, settings = self.trainer, self.settings
+        settings = self.settings
         shape = {
-            "mini_repeat_count": trainer.num_generations,
-            "batch_size": trainer.args.generation_batch_size // trainer.num_generations,
-            "repeat_count": trainer.phase.every,
-            "seed": trainer.args.seed,
+            "mini_repeat_count": self._group_size,
+            "batch_size": self._args.generation_batch_size // self._group_size,
+            "repeat_count": self._every,
+            "seed": self._args.seed,
         }
         rates = list(dataset[settings.column]) if settings.column else None
         try:
@@ -129,11 +134,9 @@ class PromptOrder:
             raise RuntimeError(
                 f"the sampler differs between ranks (fingerprints {prints}): they would draw other prompts"
             )
-        if self.trainer.args.should_save:
+        if self._args.should_save:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            partial = Path(folder) / f"{STATE_FILE}.part"
-            partial.write_text(json.dumps(self.sampler.state_dict()), encoding="utf-8")
-            os.replace(partial, Path(folder) / STATE_FILE)
+            write_whole_text(Path(folder) / STATE_FILE, json.dumps(self.sampler.state_dict()))
 
     def load(self, checkpoint: str | None) -> None:
         """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""

@@ -33,13 +33,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
+from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.trainer.carried import EARLIER
 from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 MANIFEST = "grpo_lab_generation.json"
-FORMAT = 1
+#: 2: fields that are not TRL's begin with ``grpo_lab.``; 1 is read, too
+FORMAT = 2
 
 
 def rows_file(rank: int) -> str:
@@ -136,7 +139,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 "window": self._window([loss for _, loss in told]),
                 "completions": self._completions(),
             }
-            _put(place / MANIFEST, lambda file: file.write_text(json.dumps(manifest), encoding="utf-8"))
+            write_whole_text(place / MANIFEST, json.dumps(manifest))
 
     def _save_rows(self, place: Path) -> str | None:
         """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
@@ -149,7 +152,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         try:
             description, tensors = flattened(trainer._buffered_inputs, "micro-batch ")
             words = {"description": json.dumps(description)}
-            _put(file, lambda partial: save_file(tensors, partial, metadata=words))
+            write_whole(file, lambda partial: save_file(tensors, partial, metadata=words))
         except (ValueError, OSError, SafetensorError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -224,8 +227,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             return Found("absent", self._shift(checkpoint, f"holds no {MANIFEST} (stock TRL, or an earlier version)"))
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-            if manifest["format"] != FORMAT:
-                raise ValueError(f"format {manifest['format']}, and this version reads {FORMAT}")
+            if manifest["format"] not in (1, FORMAT):
+                raise ValueError(f"format {manifest['format']}, and this version reads 1 and {FORMAT}")
             then, now = manifest["settings"], self._settings()
             changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
             if changed:
@@ -244,7 +247,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         rows = rebuilt(description, tensors, trainer.accelerator.device)
         if not isinstance(rows, list) or len(rows) != trainer.args.steps_per_generation:
             raise ValueError(f"{rows_file(trainer.accelerator.process_index)} holds no list of micro-batches")
-        return rows
+        return [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
         """What follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is lost."""
@@ -286,13 +289,6 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 def _number(value: Any) -> float:
     """A metric as JSON has it; TRL's keep their type, a team's may be a scalar tensor."""
     return value if type(value) in (int, float) else float(value)
-
-
-def _put(file: Path, write: Any) -> None:
-    """Write beside ``file`` and move into place, so that a file is whole or not there."""
-    partial = file.with_name(f"{file.name}.part")
-    write(partial)
-    os.replace(partial, file)
 
 
 __all__ = ["MANIFEST", "GenerationBuffer", "rows_file"]

@@ -7,14 +7,14 @@ tokens; an engine in the process takes one that leaves room for any, and ends co
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from trl import GRPOTrainer
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
+from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 
 BATCH = 256
 NAMED = 5
@@ -43,6 +43,21 @@ def advice(context: int, room: int) -> str:
         f"drop or shorten prompts of more than {context - room} tokens, lower `max_completion_length`, or give the engine a larger "
         "context (`grpo-lab serve --max-model-len`, `rollout.engine.max_model_len`)"
     )
+
+
+def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
+    """Prompts (token ids) of a generation must leave room in the engine's and in the model's context; a tight one is said once.
+
+    Raises:
+        ValueError: a prompt fills a context.
+    """
+    if trainer.use_vllm:
+        refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
+    limit = trainer.args.vllm_max_model_length if trainer.use_vllm else None
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    risk = check_prompt_lengths([len(ids) for ids in prompts], config, completion_limit(trainer.args), limit)
+    if risk is not None:
+        trainer.recorder.say(risk, key="context", level=logging.WARNING)
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
@@ -100,4 +115,4 @@ def _bytes(prompt: Any) -> int:
     return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
 
 
-__all__ = ["PromptTooLong", "check_training_prompts", "refuse_long"]
+__all__ = ["PromptTooLong", "check_room", "check_training_prompts", "refuse_long"]

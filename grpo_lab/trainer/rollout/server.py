@@ -192,7 +192,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
         lost = isinstance(fault, ServerGone)
         raise type(fault)(f"{fault}. {save_for_resume(trainer, NEW_SERVER if lost else MENDED)}") from fault
     except KeyboardInterrupt:
-        if not trainer.keeps_on_interrupt.broke_off_a_wait:
+        if not trainer.parts.keeps_on_interrupt.broke_off_a_wait:
             raise
         save_for_resume(trainer, "")
         step = trainer.state.global_step

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import loss_mask
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
-from grpo_lab.trainer.step.micro_batch import loss_mask
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -27,7 +27,7 @@ def check_kl_in_reward(trainer: StepPort) -> None:
         ValueError: there is none.
     """
     objective = trainer.algorithm.objective
-    if objective is None or objective.kl_in_reward is None or trainer.has_own_advantages:
+    if objective is None or objective.kl_in_reward is None or trainer.replaces_trls_advantages:
         return
     raise ValueError(
         "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is known; set "

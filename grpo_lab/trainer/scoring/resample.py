@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.scoring.reward_table import Scored
-from grpo_lab.trainer.step.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.trl_bridge import is_multimodal
 from grpo_lab.update import live_rows
@@ -114,8 +114,10 @@ class Resampler:
             **{name: value[mine] for name, value in merged.fields.items()},
             "num_items_in_batch": tokens,
         }
-        if OLD in filled and self.trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
-            filled.setdefault(AS_GENERATED, filled[OLD].clone())
+        carried = Carried(filled)
+        old = carried.old_logps
+        if old is not None and self.trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
+            carried.as_generated = old.clone() if carried.as_generated is None else carried.as_generated
         return filled
 
     def _record(self, rounds: int, chosen: list[tuple[int, int]], wanted: int) -> None:

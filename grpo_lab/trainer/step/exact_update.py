@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.metrics.book import LeftOut
+from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.step.bin_probe import BinProbe
 from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
 from grpo_lab.trainer.step.model_conditions import (
@@ -242,7 +242,7 @@ class ExactUpdate:
         counted = denominators
         if isinstance(counted.tokens, float):  # rows of several generation batches: each has its own count
             counted = replace(counted, tokens=rows.fields["num_items"].unsqueeze(1))
-        record_tokens(self.trainer, self.trainer.recorder.book("train"), batch, *self._slots(rows, denominators))
+        record_tokens(self.trainer, self.trainer.recorder.book("train"), batch, self._origin(rows.fields, denominators))
         return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
@@ -251,37 +251,17 @@ class ExactUpdate:
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
         return token_batch(self.trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
 
-    def _slots(self, rows: Bin, denominators: Denominators) -> tuple[Tensor | None, int]:
-        """Rows' micro-batches, where metrics are means of micro-batch means (TRL's definition)."""
-        if not self.trainer.recorder.book("train").mean_of_means:
-            return None, 1
-        return rows.fields["micro_batch"], int(denominators.micro_batches)
+    def _origin(self, fields: dict[str, Tensor], denominators: Denominators) -> Origin:
+        return Origin(fields["micro_batch"], int(denominators.micro_batches), self.trainer.phase.every)
 
     def _record_skipped(self, plan: Plan, table: RowTable, batch: TokenBatch, denominators: Denominators) -> None:
         """Rows left out still count in means that are 0 for them; one rank speaks for all."""
-        as_trl = self.trainer.recorder.book("train").mean_of_means
-        device, scored = table.offset.device, table.loss_mask.sum(1)
         skipped = torch.ones(table.offset.numel(), dtype=torch.bool)
         skipped[[row for rank in plan.bins for rows in rank for row in rows]] = False
-        skipped = skipped.to(device) & (self.trainer.accelerator.process_index == 0)
-        slots = table.fields["micro_batch"] if as_trl else torch.zeros_like(table.fields["micro_batch"])
-        zeros = torch.zeros(int(denominators.micro_batches) if as_trl else 1, device=device)
-
-        def per_slot(values: Tensor) -> Tensor:
-            return zeros.index_add(0, slots, values.float())
-
-        record_skipped(
-            self.trainer,
-            self.trainer.recorder.book("train"),
-            batch,
-            LeftOut(
-                tokens=per_slot(scored * skipped),
-                rows=per_slot(skipped if as_trl else skipped & (scored > 0)),
-                rows_with_tokens=per_slot(skipped & (scored > 0)),
-                without_tokens=(per_slot(scored) == 0) & as_trl,
-                one_token_wide=as_trl and table.loss_mask.size(1) == 1,
-            ),
-        )
+        skipped = skipped.to(table.offset.device) & (self.trainer.accelerator.process_index == 0)
+        mask = table.loss_mask
+        left_out = LeftOut(mask.sum(1), skipped, self._origin(table.fields, denominators), mask.size(1))
+        record_skipped(self.trainer, self.trainer.recorder.book("train"), batch, left_out)
 
 
 def _stock_footprint(window: list[dict[str, Any]], accelerator: Any) -> int:

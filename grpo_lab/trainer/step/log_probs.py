@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.step.exact_update import verdict
 from grpo_lab.trainer.step.model_conditions import position_limit
-from grpo_lab.trainer.step.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.step.part_questions import has_team_parts
 from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
@@ -47,7 +47,7 @@ class GenerationForwards:
         """Looked at anew for every generation batch."""
         misaligned, corrected = trl_bridge.wants_old_log_probs(trainer)
         wanted = misaligned or corrected
-        if not trainer.model.training or not (wanted or trainer.beta != 0) or not trainer.has_own_loss:
+        if not trainer.model.training or not (wanted or trainer.beta != 0) or not trainer.loss_is_ours:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = verdict(trainer)
         in_bins = found.stock is None
@@ -76,8 +76,9 @@ class GenerationForwards:
 
     def mark(self, output: dict[str, Any]) -> None:
         """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it changed is known."""
-        if self.in_bins and not self.put_off and OLD in output:
-            output[AS_GENERATED] = output[OLD].clone()
+        carried = Carried(output)
+        if self.in_bins and not self.put_off and carried.old_logps is not None:
+            carried.as_generated = carried.old_logps.clone()
 
 
 def _stays_ours(trainer: StepPort) -> bool:

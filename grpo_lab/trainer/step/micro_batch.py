@@ -10,17 +10,12 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.step.old_policy import old_log_probs
 from grpo_lab.trainer.step.token_metrics import record_tokens
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-
-
-def loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """bool ``[B, T]``: completion tokens that the policy itself made (no padding, no tool output)."""
-    mask: Tensor = inputs["completion_mask"].bool()
-    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
 
 def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> Tensor:
@@ -32,7 +27,7 @@ def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> T
 
 
 def generation_budget(trainer: StepPort) -> float:
-    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``door.check_budget``)."""
+    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
     return float("nan") if limit is None else float(limit)
 
@@ -46,17 +41,18 @@ def token_batch(
     assert objective is not None
     old = old_log_probs(logps, fields)
     advantages = fields["advantages"]
-    weights = fields.get("importance_sampling_ratio")
-    how = trainer.correction
+    carried, how = Carried(fields), trainer.correction
+    weights = carried.sampler_weights
     if weights is None and how is not None:
-        weights = sampler_correction(old, fields["sampling_per_token_logps"], mask, how.mode, how.low, how.high)
+        assert carried.sampler_logps is not None
+        weights = sampler_correction(old, carried.sampler_logps, mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
         old_logps=old,
         log_ratio=log_ratio(objective.ratio, logps, old, mask),
         advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
         mask=mask,
-        ref_logps=fields.get("ref_per_token_logps"),
+        ref_logps=carried.ref_logps,
         entropies=entropies,
         sampler_weights=weights,
         extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
@@ -66,7 +62,7 @@ def token_batch(
 def has_our_inputs(trainer: StepPort, inputs: dict[str, Any]) -> bool:
     """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
     objective = trainer.algorithm.objective
-    return objective is not None and (objective.kl_in_loss is None or "ref_per_token_logps" in inputs)
+    return objective is not None and (objective.kl_in_loss is None or Carried(inputs).ref_logps is not None)
 
 
 def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -96,15 +92,13 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it
         loss = loss + trainer.router_aux_loss_coef * router_loss / accumulation
         book.add("aux_loss", router_loss, 1.0)
-    if mode == "eval" or trainer.accelerator.sync_gradients or book.mean_of_means:  # then each micro-batch is a mean
-        book.reduce(trainer.accelerator)
+    book.reduce(trainer.accelerator, step_ends=mode == "eval" or trainer.accelerator.sync_gradients)
     return loss
 
 
 __all__ = [
     "generation_budget",
     "has_our_inputs",
-    "loss_mask",
     "micro_batch_loss",
     "token_batch",
     "token_denominator",

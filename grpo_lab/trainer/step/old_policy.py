@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.step.model_conditions import takes_positions
 from grpo_lab.trainer.step.row_table import positions_at_generation
 
@@ -34,17 +35,10 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.row_table import RowTable
 
-OLD = "old_per_token_logps"
-#: copy of old log-probs that were made in other shapes than the loss has (by bins at generation, for a batch that a team's method sees; by TRL, for a
-#: resampled one): where nobody changed them they count as missing
-AS_GENERATED = "old_log_probs_as_generated"
-#: per row 1 where no update has happened since generation (only in a step where some row has old log-probs)
-UNMOVED = "policy_unmoved"
-
 
 def unmoved_rows(batch: dict[str, Any]) -> Tensor:
     """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
-    old, made = batch.get(OLD), batch.get(AS_GENERATED)
+    old, made = Carried(batch).old_logps, Carried(batch).as_generated
     if old is None:
         return torch.ones(batch["completion_ids"].size(0), dtype=torch.bool, device=batch["completion_ids"].device)
     if made is None:
@@ -55,29 +49,31 @@ def unmoved_rows(batch: dict[str, Any]) -> Tensor:
 
 def awaits(batch: dict[str, Any]) -> bool:
     """Whether no update has touched this micro-batch since it was generated; the same on every rank."""
-    return OLD not in batch or AS_GENERATED in batch
+    return Carried(batch).old_logps is None or Carried(batch).as_generated is not None
 
 
 def with_unmoved(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The micro-batches of an optimizer step with the same fields in each: ``OLD`` (0 where there is none) and ``UNMOVED``."""
-    if not any(OLD in batch for batch in window):
+    """The micro-batches of an optimizer step with the same fields in each: ``old_logps`` (0 where there are none) and ``unmoved``."""
+    if all(Carried(batch).old_logps is None for batch in window):
         return window
-    return [
-        {
-            **{name: value for name, value in batch.items() if name != AS_GENERATED},
-            OLD: batch[OLD] if OLD in batch else torch.zeros_like(batch["completion_mask"], dtype=torch.float32),
-            UNMOVED: unmoved_rows(batch).long(),
-        }
-        for batch in window
-    ]
+    marked = []
+    for batch in window:
+        carried = Carried(dict(batch))
+        carried.unmoved = unmoved_rows(batch).long()
+        carried.as_generated = None
+        if carried.old_logps is None:
+            carried.old_logps = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+        marked.append(dict(carried.fields))
+    return marked
 
 
 def old_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
     """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the forward's own."""
-    own, old = logps.detach(), fields.get(OLD)
+    own, carried = logps.detach(), Carried(fields)
+    old, marked = carried.old_logps, carried.unmoved
     if old is None:
         return own
-    unmoved = fields[UNMOVED].bool() if UNMOVED in fields else unmoved_rows(fields)
+    unmoved = unmoved_rows(fields) if marked is None else marked.bool()
     return torch.where(unmoved.unsqueeze(1), own, old)
 
 
@@ -204,15 +200,13 @@ def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> conte
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
     """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has any."""
-    unmoved = unmoved_rows(batch).unsqueeze(1) & made
-    batch[OLD] = torch.where(unmoved, logps, batch[OLD]) if OLD in batch else logps.clone()
-    batch.pop(AS_GENERATED, None)
+    carried, unmoved = Carried(batch), unmoved_rows(batch).unsqueeze(1) & made
+    old = carried.old_logps
+    carried.old_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
+    carried.as_generated = None
 
 
 __all__ = [
-    "AS_GENERATED",
-    "OLD",
-    "UNMOVED",
     "Kept",
     "OldPolicy",
     "old_log_probs",

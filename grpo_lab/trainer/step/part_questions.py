@@ -91,14 +91,14 @@ def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
     """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
     objective = trainer.algorithm.objective
     assert objective is not None
-    hook = [trainer.token_loss] if trainer.has_own_token_loss else []
+    hook = [trainer.token_loss] if trainer.team_overrides_token_loss else []
     with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         yield watch
 
 
 def _team_parts(trainer: StepPort, objective: Objective) -> list[str]:
     found = []
-    if trainer.has_own_token_loss:
+    if trainer.team_overrides_token_loss:
         found.append(f"`{type(trainer).__name__}.token_loss`")
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_lab.trainer.carried import loss_mask
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 #: per-row field of a batch that was put together from several: the row's ``offset`` in the batch that it was generated in
@@ -88,8 +89,7 @@ class RowTable:
     @property
     def loss_mask(self) -> Tensor:
         """bool ``[N, T]``: tokens that carry loss (completion tokens that the policy itself made)."""
-        mask = self.fields["completion_mask"].bool()
-        return mask & self.fields["tool_mask"].bool() if "tool_mask" in self.fields else mask
+        return loss_mask(self.fields)
 
     @property
     def advantages(self) -> Tensor:

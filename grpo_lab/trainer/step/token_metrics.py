@@ -9,7 +9,8 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective
-from grpo_lab.trainer.metrics.book import EXTREMES, NOTHING, LeftOut, MetricBook, add_extreme_metric, add_token_metric
+from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin
 from grpo_lab.trainer.metrics.by_length import add_by_length
 from grpo_lab.trainer.proof.loss_proof import toy_batch
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def record_tokens(
-    trainer: StepPort, book: MetricBook, batch: TokenBatch, slots: Tensor | None = None, num_slots: int = 1
-) -> None:
-    """Entropy, KL and the surrogate's diagnostics of a micro-batch or bin into the book."""
+def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
+    """Entropy, KL and the surrogate's diagnostics into the book.
+
+    Args:
+        origin: of the rows of a bin; ``None``: the batch is a micro-batch as TRL cut it.
+    """
     objective = trainer.algorithm.objective
     assert objective is not None
     values = dict(objective.diagnostics(batch))
@@ -30,34 +33,31 @@ def record_tokens(
     if objective.kl_in_loss is not None:
         values["kl"] = objective.kl_in_loss.in_loss(batch)
     for name, value in values.items():
-        add_token_metric(book, name, value, batch.mask, slots, num_slots)
-    if batch.sampler_weights is not None and "sampling_per_token_logps" in batch.extras:
-        _record_sampler(trainer, book, batch, slots, num_slots)
+        book.add_tokens(name, value, batch.mask, origin)
+    carried = Carried(batch.extras)
+    if batch.sampler_weights is not None and carried.sampler_logps is not None and carried.sampler_weights is None:
+        _record_sampler(trainer, book, batch, carried.sampler_logps, origin)
 
 
 def _record_sampler(
-    trainer: StepPort, book: MetricBook, batch: TokenBatch, slots: Tensor | None, num_slots: int
+    trainer: StepPort, book: MetricBook, batch: TokenBatch, sampler_logps: Tensor, origin: Origin | None
 ) -> None:
-    """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation."""
-    if "importance_sampling_ratio" in batch.extras:
-        return  # TRL made and logged it
-    assert batch.sampler_weights is not None
-    weights, mask = batch.sampler_weights, batch.mask
-    add_by_length(book, trainer, weights, mask, batch.extras["length_quartile"])
-    if slots is not None:  # TRL measures a generation batch at a time
-        slots = slots // trainer.phase.every
-    gap = (batch.old_logps - batch.extras["sampling_per_token_logps"]).abs()
+    """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation (there TRL logs it)."""
+    weights, mask, how = batch.sampler_weights, batch.mask, trainer.correction
+    quartiles = Carried(batch.extras).length_quartile
+    assert weights is not None
+    assert quartiles is not None
+    assert how is not None
+    add_by_length(book, how, weights, mask, quartiles)
+    gap = (batch.old_logps - sampler_logps).abs()
     scored = mask & ~gap.isnan()
     gap = gap.nan_to_num(nan=0.0)
-    add_token_metric(book, "sampling/sampling_logp_difference/mean", gap, scored, slots, num_slots)
-    add_token_metric(book, "sampling/importance_sampling_ratio/mean", weights, mask, slots, num_slots)
+    book.add_tokens("sampling/sampling_logp_difference/mean", gap, scored, origin)
+    book.add_tokens("sampling/importance_sampling_ratio/mean", weights, mask, origin)
     chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
-    for name, how, values, where in (
-        ("sampling/sampling_logp_difference/max", "max", gap, scored),
-        ("sampling/importance_sampling_ratio/min", "min", weights, chosen),
-        ("sampling/importance_sampling_ratio/max", "max", weights, chosen),
-    ):
-        add_extreme_metric(book, name, how, values, where, slots, num_slots)
+    book.add_worst("sampling/sampling_logp_difference/max", "max", gap, scored, origin)
+    book.add_worst("sampling/importance_sampling_ratio/min", "min", weights, chosen, origin)
+    book.add_worst("sampling/importance_sampling_ratio/max", "max", weights, chosen, origin)
 
 
 def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
@@ -69,16 +69,11 @@ def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_
     objective = trainer.algorithm.objective
     assert objective is not None
     rows = per_row(objective)
-    nothing = left_out.without_tokens * NOTHING
     for name, value in objective.diagnostics(batch).items():
-        of_rows = left_out.one_token_wide or (rows.get(name, False) if batch.mask.size(1) == 1 else value.size(1) == 1)
-        book.add(name, torch.zeros_like(left_out.tokens), left_out.rows if of_rows else left_out.tokens + nothing)
-        if name in EXTREMES:
-            extreme, how = EXTREMES[name]
-            seen = left_out.rows if of_rows else left_out.rows_with_tokens
-            book.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
+        of_rows = rows.get(name, False) if batch.mask.size(1) == 1 else value.size(1) == 1
+        book.add_zeros(name, left_out, of_rows)
     for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):
-        book.add(name, torch.zeros_like(nothing), nothing)
+        book.add_unseen(name, left_out)
 
 
 def per_row(objective: Objective) -> dict[str, bool]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_lab.trainer.carried import loss_mask
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Lengths:
     @staticmethod
     def of(inputs: dict[str, Any]) -> _Lengths:
         mask, advantages = inputs["completion_mask"], inputs.get("advantages")
-        scored = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+        scored = loss_mask(inputs)
         live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
         padded = mask.size(0) * (inputs["prompt_mask"].size(1) + mask.size(1))
         return _Lengths(torch.stack([inputs["prompt_mask"].sum(1), mask.sum(1), live.long()], dim=1), padded, padded)
@@ -59,7 +60,6 @@ class UpdateRecord:
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
         self._parts: list[_Lengths] = []
-        self._said: set[str] = set()
         self._described: dict[str, Any] = {}
 
     def described(self, found: Verdict) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class UpdateRecord:
         self._record(rows, table.offset.numel(), plan.tokens_live, plan.tokens_computed, stock)
         if found.all_rows is None:
             self._described = {**_described(found), **_price(plan.tokens_computed, plan.tokens_computed, stock)}
-        elif found.all_rows not in self._said:
+        elif not self.trainer.recorder.has_said(_key(found.all_rows)):
             live = live_rows(table.advantages, table.loss_mask).long()
             lengths = torch.stack([table.prompt_lengths, table.completion_lengths, live], dim=1)
             self._say(found, found.all_rows, plan.tokens_computed, self._needed(lengths, budget), stock)
@@ -89,7 +89,7 @@ class UpdateRecord:
         step, self._parts = _Lengths.joined(self._parts, self.trainer.accelerator), []
         rows, tokens = step.table.size(0), int(step.table[:, :2].sum())
         self._record(rows, rows, tokens, step.padded, step.padded)
-        if found.stock is not None and found.stock not in self._said:
+        if found.stock is not None and not self.trainer.recorder.has_said(_key(found.stock)):
             needed = self._needed(step.table, budget or step.largest)
             self._say(found, found.stock, step.padded, needed, step.padded)
 
@@ -101,13 +101,12 @@ class UpdateRecord:
 
     def _say(self, found: Verdict, reason: str, computed: int, needed: int, stock: int) -> None:
         """Once a reason: what is not skipped, why, and what it costs."""
-        self._said.add(reason)
         self._described = {**_described(found), **_price(computed, needed, stock)}
         what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
         times = f": {computed / needed:.1f} times as many" if needed else ", since no row carries an advantage"
         self.trainer.recorder.say(
             f"exact update: {what}: {reason}. This step computed {computed} tokens where live rows in bins have {needed}{times}",
-            key=f"exact update: {reason}",
+            key=_key(reason),
             level=logging.INFO if found.chosen else logging.WARNING,
         )
 
@@ -125,6 +124,10 @@ class UpdateRecord:
         add("update/tokens_stock", stock, 1)
         add("update/computed_share", computed, stock)
         book.reduce(accelerator)
+
+
+def _key(reason: str) -> str:
+    return f"exact update: {reason}"
 
 
 def _described(found: Verdict) -> dict[str, Any]:

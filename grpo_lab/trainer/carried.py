@@ -1,0 +1,75 @@
+"""What travels with the rows of a micro-batch, by attribute: every name that this package reads or writes in TRL's dict.
+
+TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches, keeps those in its buffer and
+hands them over one at a time; the table of an optimizer step, its bins and a checkpoint hold the same fields. ``Carried`` is a
+view of such a dict. Reading an attribute reads its field (None where there is none), setting one writes it, None takes it out.
+Fields that are not TRL's begin with ``OURS``, so that no release of TRL can mean another thing by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+#: how the names of fields begin that TRL does not know
+OURS = "grpo_lab."
+#: names that checkpoints of earlier versions have for fields of ours
+EARLIER: dict[str, str] = {
+    "old_log_probs_as_generated": f"{OURS}as_generated",
+    "length_quartile": f"{OURS}length_quartile",
+}
+
+
+class _Field:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __get__(self, carried: Carried, _: Any = None) -> Tensor | None:
+        value: Tensor | None = carried.fields.get(self.key)
+        return value
+
+    def __set__(self, carried: Carried, value: Tensor | None) -> None:
+        if value is None:
+            carried.fields.pop(self.key, None)
+        else:
+            carried.fields[self.key] = value
+
+
+class Carried:
+    """A micro-batch, a table's fields or a bin's, by attribute. B rows, T completion tokens, log-probs in nats.
+
+    Args:
+        fields: the dict itself, not a copy.
+
+    Attributes:
+        old_logps: ``[B, T]`` of the policy that made the completions; where there is none no update has happened since.
+        ref_logps: ``[B, T]`` of the reference model.
+        sampler_logps: ``[B, T]`` as the engine reported them.
+        sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
+        as_generated: ``[B, T]``, a copy of ``old_logps`` that were made in other shapes than the loss has (by bins at generation, for a
+            batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing.
+        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``old_logps``.
+        length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
+    """
+
+    old_logps = _Field("old_per_token_logps")
+    ref_logps = _Field("ref_per_token_logps")
+    sampler_logps = _Field("sampling_per_token_logps")
+    sampler_weights = _Field("importance_sampling_ratio")
+    as_generated = _Field(f"{OURS}as_generated")
+    unmoved = _Field(f"{OURS}unmoved")
+    length_quartile = _Field(f"{OURS}length_quartile")
+
+    def __init__(self, fields: MutableMapping[str, Any]) -> None:
+        self.fields = fields
+
+
+def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
+    """bool ``[B, T]``: completion tokens that the policy itself made (no padding, no tool output)."""
+    mask: Tensor = fields["completion_mask"].bool()
+    return mask & fields["tool_mask"].bool() if "tool_mask" in fields else mask
+
+
+__all__ = ["EARLIER", "OURS", "Carried", "loss_mask"]

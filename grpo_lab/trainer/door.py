@@ -1,0 +1,83 @@
+"""What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lab.trainer.config import LabConfig
+from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.prompts.sampler import with_row_numbers
+from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
+from grpo_lab.trainer.scoring.resample import check_resample
+from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
+from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs
+from grpo_lab.trainer.settings.parse import LabSettings
+from grpo_lab.trainer.settings.sampling import check_sampling_correction
+
+
+@dataclass(frozen=True)
+class Given:
+    """What goes on to TRL's constructor, and what was read from it.
+
+    Args:
+        team: names of the methods of ``LabTrainer`` that the class at hand (a team's) overrides.
+    """
+
+    reward_funcs: list[Any]
+    args: LabConfig
+    train_dataset: Any
+    environment_factory: Any
+    algorithm: Algorithm
+    settings: LabSettings
+    team: frozenset[str]
+
+
+def given(
+    cls: type,
+    base: type,
+    model: Any,
+    reward_funcs: Any,
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    environment_factory: Any,
+    rollout_func: Any,
+) -> Given:
+    """Everything that can be refused before a model is loaded is refused here.
+
+    Args:
+        cls: the class that is constructed, ``base`` (``LabTrainer``) or a subclass.
+
+    Raises:
+        ValueError: what was seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration.
+    """
+    team = overridden(cls, base)
+    args = with_class_parts(cls, model, args)
+    reward_funcs, environment_factory = with_environment_rewards(
+        cls, reward_funcs, environment_factory, "declared_rewards" in team
+    )
+    reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
+    reward_funcs = without_environment_rewards(reward_funcs)
+    check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
+    settings = args.lab_settings
+    if settings.update.dead_groups == "resample":
+        check_resample(train_dataset)
+    algorithm = algorithm_from(args, settings).with_hooks(cls)
+    check_hooks(cls, algorithm, base)
+    check_budget(algorithm.objective, args.max_completion_length)
+    check_sampling_correction(args)
+    rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
+    return Given(reward_funcs, args, rows, environment_factory, algorithm, settings, team)
+
+
+def overridden(cls: type, base: type) -> frozenset[str]:
+    """Names of ``base`` that ``cls`` has another definition of."""
+    return frozenset(
+        name
+        for name, ours in vars(base).items()
+        if next(vars(kind)[name] for kind in cls.__mro__ if name in vars(kind)) is not ours
+    )
+
+
+__all__ = ["Given", "given", "overridden"]

@@ -1,0 +1,90 @@
+"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor.
+
+Callbacks of ours come before all others (which may write a checkpoint, or look at the optimizer); that order is fixed here, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from grpo_lab.trainer.door import Given
+from grpo_lab.trainer.metrics.book import unrecorded
+from grpo_lab.trainer.prompts.sampler import PromptOrder
+from grpo_lab.trainer.proof.loss_proof import prove_loss
+from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
+from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
+from grpo_lab.trainer.rollout.engine import SyncProof
+from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts
+from grpo_lab.trainer.rollout.thinking import thinking_rollout
+from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward
+from grpo_lab.trainer.scoring.resample import Resampler
+from grpo_lab.trainer.scoring.schedules import WeightSchedules
+from grpo_lab.trainer.scoring.steps import check_steps
+from grpo_lab.trainer.settings.inputs import check_requires
+from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
+
+
+class Parts:
+    """One object each. Operates TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
+
+    Attributes:
+        prompts: which prompt comes next.
+        sync_proof: whether the engine holds the trainer's weights.
+        weight_schedules: reward weights of the step.
+        resampler: further prompts in place of dead groups.
+        update: collects micro-batches and computes the step in bins.
+        optimizer_reset: empties the optimizer after a generation batch; ``None`` where it is not asked for.
+        generation_buffer: the open generation batch, in checkpoints.
+        keeps_on_interrupt: Ctrl-C keeps a checkpoint.
+        step_end_checkpoint: SIGTERM does, too.
+    """
+
+    def __init__(self, trainer: Any, given: Given) -> None:
+        check_requires(trainer)
+        check_steps(
+            trainer.reward_funcs, given.algorithm.advantage, "compute_advantages" in given.team, trainer._tokenizer
+        )
+        trainer.rollout_func = thinking_rollout(trainer, given.settings.rollout, given.environment_factory)
+        self.prompts = PromptOrder(given.settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
+        self.sync_proof = SyncProof(trainer, given.settings.rollout)
+        self.weight_schedules = WeightSchedules(trainer, given.settings.reward_schedules)
+        self.resampler = Resampler(trainer, trainer.lab_settings.update.max_rounds)
+        self.update = ExactUpdate(trainer)
+        self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
+        self.generation_buffer = GenerationBuffer(trainer)
+        self.keeps_on_interrupt = KeptOnInterrupt(trainer)
+        self._call_back(trainer)
+        self.step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(trainer)
+        check_kl_in_reward(trainer)
+        if trainer.use_vllm:
+            trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
+            check_training_prompts(trainer, "_tokenize_prompts" in given.team)
+
+    def _call_back(self, trainer: Any) -> None:
+        trainer.add_callback(self.keeps_on_interrupt)
+        first = trainer.callback_handler.callbacks
+        if self.optimizer_reset is not None:
+            first.insert(0, self.optimizer_reset)  # other callbacks see it done
+        first.insert(0, self.generation_buffer)  # others may write a checkpoint
+
+
+def prove(trainer: Any) -> None:
+    """The start-up proof of the loss in force, and what is said of it."""
+    objective = trainer.algorithm.objective
+    if objective is None:
+        trainer.say(
+            f"the loss is left to TRL: {trainer.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING
+        )
+        return
+    with unrecorded(trainer):
+        said = prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss)
+        trainer.say(said)
+    idle = idle_pull(trainer)
+    if idle is not None:
+        trainer.say(idle, level=logging.WARNING)
+
+
+__all__ = ["Parts", "prove"]

@@ -1,0 +1,69 @@
+"""A file is whole or as it was, and on the disk before the old one is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab import atomic
+from grpo_lab.atomic import write_whole, write_whole_text
+
+
+def test_content_reaches_the_disk_before_the_move_and_the_move_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order that a power cut asks for: bytes, then the name, then the folder that holds the name."""
+    events: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def synced(opened: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name)
+        sync(opened)
+
+    def moved(old: Any, new: Any) -> None:
+        events.append("move")
+        move(old, new)
+
+    monkeypatch.setattr(atomic.os, "fsync", synced)
+    monkeypatch.setattr(atomic.os, "replace", moved)
+    write_whole_text(tmp_path / "state.json", "{}")
+    assert events == ["state.json.part", "move", tmp_path.name]
+    assert (tmp_path / "state.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_writer_that_dies_leaves_what_was_there(tmp_path: Path) -> None:
+    place = tmp_path / "state.json"
+    write_whole_text(place, "old")
+
+    def dies(partial: Path) -> None:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(place, dies)
+    assert place.read_text() == "old"
+
+
+def test_only_a_folder_may_know_no_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def refuses(kind: str) -> Any:
+        def refusing(opened: int) -> None:
+            if Path(os.readlink(f"/proc/self/fd/{opened}")).is_dir() == (kind == "folder"):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            sync(opened)
+
+        return refusing
+
+    monkeypatch.setattr(atomic.os, "fsync", refuses("folder"))
+    write_whole_text(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"
+    monkeypatch.setattr(atomic.os, "fsync", refuses("file"))
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_whole_text(tmp_path / "b", "text")
+    assert not (tmp_path / "b").exists()
