@@ -12,8 +12,10 @@ from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
 from grpo_lab.advantages.leave_one_out import LeaveOneOut
-from grpo_lab.advantages.process import Process, StepTable, spread
+from grpo_lab.advantages.level import level_of, reads_steps, token_rule
+from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.raw import Raw
+from grpo_lab.advantages.reward_to_go import reward_to_go
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0."""
@@ -27,7 +29,7 @@ RULES: dict[str, Callable[..., AdvantageRule]] = {
     "group_max": GroupMax,
 }
 
-#: rules that make advantages per token, in two stages: ``normalised`` on the table of all ranks, ``spread`` on this rank's rows
+#: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
 TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process}
 
 __all__ = [
@@ -43,7 +45,12 @@ __all__ = [
     "Raw",
     "StepTable",
     "advantage_rule",
+    "level_of",
+    "outcome_of",
+    "reads_steps",
+    "reward_to_go",
     "spread",
+    "token_rule",
 ]
 
 

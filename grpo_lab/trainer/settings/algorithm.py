@@ -127,7 +127,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
         "ratio": ratio,
         "surrogate": name_of(push),
         "aggregation": name_of(average),
-        "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
+        "kl": _kl_in_words(kl),
     }
     objective = Objective(names["objective"], push, average, ratio, kl)
     return Algorithm(objective, rule, None, names)
@@ -158,7 +158,7 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
         "ratio": args.importance_sampling_level,
         "surrogate": name_of(push),
         "aggregation": LOSS_TYPES[args.loss_type],
-        "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
+        "kl": _kl_in_words(kl),
     }
     return Algorithm(objective, rule, None, names)
 
@@ -192,7 +192,22 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
         raise ValueError(
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
-    return KLTerm(coefficient, chosen.estimator, chosen.placement, ratio_weighted=bool(chosen.ratio_weighted))
+    gamma = 1.0 if chosen.gamma is None else chosen.gamma
+    return KLTerm(
+        coefficient,
+        chosen.estimator,
+        chosen.placement,
+        bool(chosen.ratio_weighted),
+        per=chosen.per or "sequence",
+        gamma=gamma,
+    )
+
+
+def _kl_in_words(kl: KLTerm | None) -> str:
+    if kl is None:
+        return "none"
+    tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
+    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}"
 
 
 def _ratio(level: str, setting: str) -> str:

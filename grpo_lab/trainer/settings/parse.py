@@ -81,12 +81,25 @@ class AdvantageSettings:
 
 @dataclass(frozen=True)
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting."""
+    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting.
+
+    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1).
+    """
 
     estimator: str = "k3"
     placement: str = "loss"
     coefficient: float | None = None
     ratio_weighted: bool | None = None
+    per: str | None = None
+    gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.per is not None and self.placement == "loss":
+            raise ValueError(
+                "`kl.per` has no effect with `kl.placement: loss`, where every token pays anyway; leave it out"
+            )
+        if self.gamma is not None and self.per != "token":
+            raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
 
 
 @dataclass(frozen=True)
