@@ -31,16 +31,20 @@ def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
         ValueError: anything else.
     """
     rows, local = table.values.size(0), table.local
-    if advantages.dim() == 2 and tuple(advantages.shape) == (rows, 1) and local.mask.size(1) != 1:
-        advantages = advantages.squeeze(1)
-    fits = tuple(advantages.shape) in ((rows,), tuple(local.mask.shape))
-    if not fits or not advantages.isfinite().all():
-        raise ValueError(
-            f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) for "
-            f"{rows} rewards; it must return one finite number per row, [{rows}], or per token of this process's rows "
-            f"(`table.local`), {list(local.mask.shape)} (`advantage`)"
-        )
-    return advantages
+    assert local is not None
+    if not isinstance(advantages, Tensor):
+        seen = f"a {type(advantages).__name__}"
+    else:
+        if tuple(advantages.shape) == (rows, 1) != tuple(local.mask.shape):
+            advantages = advantages.squeeze(1)
+        finite = bool(advantages.isfinite().all())
+        if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
+            return advantages
+        seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
+    raise ValueError(
+        f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], or per token "
+        f"of this process's rows (`table.local`), {list(local.mask.shape)} (`advantage`)"
+    )
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:

@@ -116,8 +116,7 @@ class Resampler:
         if OLD in batch and trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
             batch.setdefault(AS_GENERATED, batch[OLD].clone())
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
-        if len(rounds) > 1:
-            trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))
+        trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))
         return replace(first, batch=batch, rewarded=rewarded, rounds=len(rounds))
 
     def _record(self, rounds: int, chosen: list[int], wanted: int) -> None:
