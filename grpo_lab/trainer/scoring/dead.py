@@ -58,18 +58,14 @@ def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> Tensor:
     the ones in ``table.local``. A collective.
     """
     assert table.local is not None
-    advantages, group_size = checked_advantages(trainer.compute_advantages(table), table), table.group_size
-    mask = table.local.mask
-    if advantages.dim() == 2:  # per token, of this rank's rows
-        taught = trainer.accelerator.gather(((advantages.to(mask.device) != 0) & mask).any(1).long())
-        return taught.view(-1, group_size).any(1).cpu()
-    moved, total = advantages[-fresh:].cpu(), table.total[-fresh:].cpu()
-    rewards = total.view(-1, group_size).nan_to_num(nan=0.0).abs().amax(1, keepdim=True)
-    noise = is_dead(total.view(-1, group_size)).unsqueeze(1) & (
-        moved.view(-1, group_size).abs() <= ROUNDING * rewards + ROUNDING_OF_NOTHING
-    )
-    has_tokens = trainer.accelerator.gather(mask.any(1).long()).view(-1, group_size).bool().cpu()
-    return ((moved.view(-1, group_size) != 0) & ~noise & has_tokens).any(1)
+    advantages, mask = checked_advantages(trainer.compute_advantages(table), table), table.local.mask
+    if advantages.dim() == 1:
+        advantages = advantages[table.local.rows].unsqueeze(1)
+    of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens
+    taught = trainer.accelerator.gather(of_rows).view(-1, table.group_size).amax(1).cpu()
+    rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, table.group_size).amax(1)
+    rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
+    return (taught > 0) & ~rounding
 
 
 __all__ = ["alike", "live_groups"]
