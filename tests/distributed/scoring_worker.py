@@ -23,8 +23,12 @@ from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 
 @step_reward
-def sevenths(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
-    return [[(end, float(ids[end] % 3 == 0)) for end in range(2, len(ids), 7)] for ids in completion_ids]
+def sevenths(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[list[tuple[int, float]]]:
+    """A step every seven tokens; of every third prompt all are right, and so is every outcome (``mixed_reward``)."""
+    return [
+        [(end, float(n % 3 == 0 or ids[end] % 3 == 0)) for end in range(2, len(ids), 7)]
+        for n, ids in zip(number, completion_ids, strict=True)
+    ]
 
 
 class PerToken(LabTrainer):
@@ -47,7 +51,11 @@ RUNS: dict[str, tuple[type[LabTrainer], dict[str, Any], list[Any]]] = {
     "hook": (PerToken, {"objective": "dr_grpo", "num_iterations": 2}, [mixed_reward()]),
     "hook_selected": (PerToken, {"objective": "dr_grpo", **RESAMPLE}, [mixed_reward()]),
     "batch_selected": (LabTrainer, {"objective": "dapo", "advantage": "batch_zscore", **RESAMPLE}, [mixed_reward()]),
-    "kl_selected": (LabTrainer, {"objective": "dr_grpo", "advantage": "group_max", **RESAMPLE, **KL}, [mixed_reward()]),
+    "kl_selected": (
+        LabTrainer,
+        {"objective": "dr_grpo", "advantage": "leave_one_out", **RESAMPLE, **KL},
+        [mixed_reward()],
+    ),
     "process_selected": (LabTrainer, {"objective": PROCESS, **RESAMPLE}, [sevenths, mixed_reward()]),
 }
 
