@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +80,23 @@ class Denominators:
 
 
 @dataclass(frozen=True)
+class LocalRows:
+    """This rank's rows of a generation batch: where a rule of level ``token`` puts its numbers.
+
+    Args:
+        rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
+        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it: ranks differ.
+        lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
+    """
+
+    rows: slice
+    mask: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
 class RewardTable:
-    """Rewards of one generation batch, the same on every rank.
+    """Rewards of one generation batch, the same on every rank but for ``local``.
 
     Args:
         values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the table is
@@ -89,6 +105,8 @@ class RewardTable:
         weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
         penalties: how many of the last columns were computed here (KL) and are no rewards.
+        steps: column of a step reward → its steps over all ranks (``advantages.StepTable``). The column itself holds means.
+        local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
     """
 
     values: Tensor
@@ -96,6 +114,8 @@ class RewardTable:
     weights: Tensor
     group_size: int
     penalties: int = 0
+    steps: Mapping[int, Any] = field(default_factory=dict)
+    local: LocalRows | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "weights"):

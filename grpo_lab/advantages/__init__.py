@@ -13,8 +13,10 @@ from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
 from grpo_lab.advantages.leave_one_out import LeaveOneOut
-from grpo_lab.advantages.process import Process, StepTable, spread
+from grpo_lab.advantages.level import level_of, reads_steps, token_rule
+from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.raw import Raw
+from grpo_lab.advantages.reward_to_go import reward_to_go
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
@@ -29,11 +31,10 @@ RULES: dict[str, Callable[..., AdvantageRule]] = {
     "leave_one_out": LeaveOneOut,
     "group_max": GroupMax,
 }
-LEVELS = ("row", "token")
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
-#: rules of ``level`` "token", in two stages: ``normalised`` on the table of all ranks, ``spread`` on this rank's rows
+#: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
 TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process}
 
 __all__ = [
@@ -50,8 +51,12 @@ __all__ = [
     "StepTable",
     "advantage_rule",
     "level_of",
+    "outcome_of",
+    "reads_steps",
     "register_advantage",
+    "reward_to_go",
     "spread",
+    "token_rule",
 ]
 
 
@@ -60,31 +65,14 @@ def advantage_rule(name: str, **parameters: Any) -> Any:
     return registry.built(registry.found({**RULES, **TOKEN_RULES}, name, "advantage"), parameters, "advantage")
 
 
-def level_of(rule: Any) -> str:
-    """``"row"`` or ``"token"``: what a rule (or its class) makes an advantage for. ValueError for another ``level``."""
-    level = getattr(rule, "level", "row")
-    if level not in LEVELS:
-        raise ValueError(f"`advantage` {registry.address(rule)} has level {level!r}; it must be one of {LEVELS}")
-    return str(level)
-
-
 def register_advantage(name: str, part: Any = None) -> Any:
     """Make ``advantage: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
 
     Raises:
-        ValueError: the name is another object's already, or the part cannot be called (or, of level "token", spread).
+        ValueError: the name is another object's already, or the part cannot be called, or its ``level`` is neither "row" nor "token".
     """
     if part is None:
         return lambda later: register_advantage(name, later)
-    rules = {**RULES, **TOKEN_RULES}
-    if level_of(part) == "row":
-        registry.add(rules, name, part, RESERVED, "advantage rule")
-        RULES[name] = part
-        return part
-    if not callable(getattr(part, "normalised", None)):
-        raise ValueError(
-            f"advantage rule {registry.address(part)} has level 'token', but no method `normalised(table)`"
-        )
-    registry.check_name(rules, name, part, "advantage rule")
-    TOKEN_RULES[name] = part
+    registry.add({**RULES, **TOKEN_RULES}, name, part, RESERVED, "advantage rule")
+    (TOKEN_RULES if level_of(part) == "token" else RULES)[name] = part
     return part

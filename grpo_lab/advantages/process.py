@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from grpo_lab.advantages.group_zscore import GroupZScore
 from grpo_lab.advantages.groups import DEVIATIONS, check_epsilon, check_std, group_average
+from grpo_lab.batch import RewardTable
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,24 @@ class StepTable:
         mine = (self.row >= rows.start) & (self.row < rows.stop)
         return StepTable(self.row[mine] - rows.start, self.end[mine], self.score[mine], rows.stop - rows.start, 1)
 
+    def picked(self, rows: Tensor) -> StepTable:
+        """The steps of some rows, in the order of ``rows`` (long ``[M]``, whole groups)."""
+        rows = rows.to(self.row.device)
+        first = torch.searchsorted(self.row, rows)
+        count = torch.searchsorted(self.row, rows, right=True) - first
+        place = torch.arange(int(count.sum()), device=rows.device) - (count.cumsum(0) - count).repeat_interleave(count)
+        index = first.repeat_interleave(count) + place
+        row = torch.arange(rows.numel(), device=rows.device).repeat_interleave(count)
+        return StepTable(row, self.end[index], self.score[index], rows.numel(), self.group_size)
+
+    @staticmethod
+    def joined(tables: Sequence[StepTable]) -> StepTable:
+        """The rows of several tables, one table's after the other's."""
+        starts = torch.tensor([0, *(table.rows for table in tables)]).cumsum(0).tolist()
+        row = torch.cat([table.row + start for table, start in zip(tables, starts)])
+        end, score = (torch.cat([getattr(table, name) for table in tables]) for name in ("end", "score"))
+        return StepTable(row, end, score, starts[-1], tables[0].group_size)
+
 
 @dataclass(frozen=True)
 class Process:
@@ -73,17 +94,39 @@ class Process:
     Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of this rank's rows
     only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one and steps that could not be
     scored get nothing; a group whose steps all score alike is dead.
+
+    Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within the group, where the
+    outcome is the weighted sum of all columns that hold no steps.
     """
 
-    #: advantages per token: ``normalised`` and ``spread`` instead of a call on ``[N]`` rewards
     level: ClassVar[str] = "token"
-
+    reads_steps: ClassVar[bool] = True
     epsilon: float = 1e-4
     std: str = "sample"
 
     def __post_init__(self) -> None:
         check_epsilon(self.epsilon)
         check_std(self.std)
+
+    def __call__(self, table: RewardTable) -> Tensor:
+        """Advantages ``[B, T]`` (float64) of this rank's rows.
+
+        Raises:
+            ValueError: the table does not say which rows are this rank's.
+        """
+        if table.local is None:
+            raise ValueError("`process` makes advantages per token and was called on a table without `local` rows")
+        rows, width = table.local.rows, table.local.mask.size(1)
+        total = torch.zeros(rows.stop - rows.start, width, dtype=torch.float64)
+        for column, steps in table.steps.items():
+            weight = float(table.weights[column])
+            part = spread(self.normalised(steps).local(rows), width).cpu()
+            total = total + (part if weight == 1.0 else weight * part)
+        outcome = outcome_of(table)
+        if outcome is not None:
+            row = GroupZScore(self.epsilon, self.std)(outcome.total, outcome.group_size)[rows]
+            total = total + row.cpu().unsqueeze(1)
+        return total
 
     def normalised(self, table: StepTable) -> StepTable:
         """The table with r̃ in place of the scores; 0 where a step was unscorable."""
@@ -114,4 +157,13 @@ def spread(steps: StepTable, width: int) -> Tensor:
     return at_ends.flip(1).cumsum(1).flip(1)
 
 
-__all__ = ["Process", "StepTable", "spread"]
+def outcome_of(table: RewardTable) -> RewardTable | None:
+    """The table without the columns of step rewards; ``None`` where there is no other reward."""
+    kept = [column for column in range(len(table.names)) if column not in table.steps]
+    if not kept:
+        return None
+    names = tuple(table.names[column] for column in kept)
+    return replace(table, values=table.values[:, kept], names=names, weights=table.weights[kept], steps={})
+
+
+__all__ = ["Process", "StepTable", "outcome_of", "spread"]

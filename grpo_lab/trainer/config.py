@@ -59,7 +59,8 @@ class LabConfig(GRPOConfig):
             mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is a knob of the surrogate, a field
             of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``, ``importance_sampling_level`` … are in force.
         advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
-        kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``; ``None``: TRL's ``beta``
+        kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
+            ``{per: sequence|token, gamma: …, estimator: k1_clamped}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
             the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;

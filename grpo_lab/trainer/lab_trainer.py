@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.door import given
@@ -32,9 +33,11 @@ from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
 from grpo_lab.trainer.rollout.prompt_fit import check_room
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
-from grpo_lab.trainer.scoring.advantages import record_scores
+from grpo_lab.trainer.scoring.advantages import put_advantages, row_advantages
+from grpo_lab.trainer.scoring.carriers import Scored
+from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness
-from grpo_lab.trainer.scoring.stages import rewards_of_all, score, set_advantages
+from grpo_lab.trainer.scoring.stages import record, rewards_of_all, score
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
@@ -122,14 +125,21 @@ class LabTrainer(GRPOTrainer):
         return given
 
     def compute_advantages(self, table: RewardTable) -> Tensor:
-        """Advantages ``[N]`` of a generation batch from its rewards over all ranks (the same on every rank).
+        """Advantages of a generation batch from its rewards over all ranks (``table`` is the same on every rank, but for ``table.local``).
+
+        Returns:
+            ``[N]``, one a completion over all ranks; or ``[B, T]``, one a token of this rank's rows (``table.local``: their place in the
+            table, which tokens carry loss, lengths). The same kind on every rank and in every batch. Whatever ``[N, T]`` would be is never
+            gathered: make statistics of the table, then spread them on the local rows.
 
         Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the answer is
-        TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table.
+        TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table. With ``update.dead_groups: resample`` it is also
+        asked what it would teach (on what is kept so far and the groups of one more round, rewards only), and then once on what stays.
         """
-        if self.algorithm.advantage is None:
+        rule: Any = self.algorithm.advantage
+        if rule is None:
             return trl_advantages(table, self.scale_rewards, self.multi_objective_aggregation)
-        return self.algorithm.advantage(table.total, table.group_size)
+        return rule(table) if level_of(rule) == "token" else rule(table.total, table.group_size)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
@@ -174,25 +184,24 @@ class LabTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
-            output = self._generate_and_score(inputs)
+            scored = self._generate_and_score(inputs)
             if self.model.training and self.lab_settings.update.dead_groups == "resample":
-                return self.parts.resampler.fill(output, self._generate_and_score)
-            return output
+                scored = self.parts.resampler.select(scored, self._generate_and_score)
+            made = penalise(self, scored)
+            put_advantages(self, made, row_advantages(self, made))
+            scored.forwards.mark(scored.batch)
+            return record(self, scored)
 
-    def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
-        """One generation batch: TRL's completions and rewards, our advantages."""
+    def _generate_and_score(self, inputs: Any) -> Scored:
+        """One generation: completions and their rewards."""
         self.parts.weight_schedules.apply()
         if self.parts.optimizer_reset is not None and self.model.training:
             self.parts.optimizer_reset.before_generation()
-        output, scored, sampled, forwards = score(self, super()._generate_and_score_completions, inputs)
-        set_advantages(self, output, scored, sampled)
-        forwards.mark(output)
-        record_scores(self, scored)
+        scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            self.parts.prompts.record(
-                scored.rows, correctness(scored.table, self.reward_funcs), self.recorder.book("train")
-            )
-        return output
+            rewarded, book = scored.rewarded, self.recorder.book("train")
+            self.parts.prompts.record(rewarded.rows, correctness(rewarded.table, self.reward_funcs), book)
+        return scored
 
     def _group_size(self) -> int:
         return int(self.num_generations if self.model.training else self.num_generations_eval)

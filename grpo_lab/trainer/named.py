@@ -13,7 +13,7 @@ from grpo_lab.rewards import (
 )
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.trainer.lab_trainer import LabTrainer
-from grpo_lab.trainer.trl_bridge.rewards import reward_name
+from grpo_lab.trainer.trl_bridge.rewards import measures_correctness, reward_name
 
 
 class DrGRPOTrainer(LabTrainer):
@@ -69,7 +69,7 @@ class R1ZeroTrainer(LabTrainer):
 
 def _correctness_among(rewards: list[Any]) -> str:
     """The name of the reward that says what is correct."""
-    judges = [r for r in rewards if getattr(r, "measures_correctness", False) or reward_name(r) == "accuracy_reward"]
+    judges = [r for r in rewards if measures_correctness(r)]
     if len(judges) == 1 or (not judges and len(rewards) == 1):
         return reward_name((judges or rewards)[0])
     raise ValueError(

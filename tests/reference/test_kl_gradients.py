@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import GroupMean, LeaveOneOut
+from grpo_lab.advantages import GroupMean, LeaveOneOut, reward_to_go
 from grpo_lab.objectives import Clipped, KLTerm, Objective, Reinforce, Unclipped, token_mean
 from reference.categorical import (
     PREFIX_OF,
@@ -67,11 +67,23 @@ def in_reward(world: World, estimator: str, push: object = None) -> Tensor:
     return policy_gradient(world, reward, push or Reinforce())
 
 
+def per_token_in_reward(world: World, estimator: str) -> Tensor:
+    """Expected policy gradient where every token's advantage is −Σ of the k from it on (``kl.per: token``, γ = 1)."""
+    return policy_gradient(world, -to_go(world, estimator), Reinforce())
+
+
+def to_go(world: World, estimator: str) -> Tensor:
+    logps, reference = token_logps(world.policy), token_logps(world.reference)
+    mask = torch.ones_like(logps, dtype=torch.bool)
+    term = KLTerm(1.0, estimator, "reward", per="token")
+    return reward_to_go(term.of_tokens(logps, reference, mask), mask, term.gamma)
+
+
 def policy_gradient(world: World, advantages: Tensor, push: object) -> Tensor:
     objective = Objective("reward", push, token_mean)  # type: ignore[arg-type]
 
     def expected_loss(logits: Tensor) -> Tensor:
-        batch = world.on_policy_batch(logits, advantages.unsqueeze(1))
+        batch = world.on_policy_batch(logits, advantages if advantages.dim() == 2 else advantages.unsqueeze(1))
         return (world.probabilities.unsqueeze(1) * objective.token_loss(batch)).sum()
 
     return world.gradient(expected_loss)
@@ -206,6 +218,22 @@ def test_a_baseline_of_the_group_keeps_k1_in_the_reward_exact() -> None:
         torch.testing.assert_close(WORLD.gradient(expected_loss), factor * true_gradient(WORLD), **EXACT)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_per_token_in_the_reward_has_the_gradient_of_the_sum(estimator: str) -> None:
+    """What lies before a token is no consequence of it: charging for what follows alone changes nothing but the noise."""
+    torch.testing.assert_close(per_token_in_reward(WORLD, estimator), in_reward(WORLD, estimator), **EXACT)
+
+
+def test_per_token_has_less_noise() -> None:
+    worlds = [World(random_logits(2 * seed), random_logits(2 * seed + 1)) for seed in range(5)]
+    per = {place: [noise(world, "k1", place, False) for world in worlds] for place in ("reward", "token")}
+    assert sum(per["token"]) < 0.9 * sum(per["reward"])
+
+
+def test_the_clamped_estimator_is_biased() -> None:
+    assert relative_error(per_token_in_reward(WORLD, "k1_clamped"), true_gradient(WORLD)) > 0.1
+
+
 def test_the_comparison_can_fail() -> None:
     assert relative_error(-in_reward(WORLD, "k1"), true_gradient(WORLD)) == pytest.approx(2.0)
 
@@ -233,6 +261,8 @@ def noise(world: World, estimator: str, placement: str, ratio_weighted: bool) ->
     if placement == "loss":
         each = KLTerm(1.0, estimator, ratio_weighted=ratio_weighted).in_loss(batch)
         (push,) = torch.autograd.grad(each.sum(), batch.logps)  # [64, 3]: what multiplies ∇log π of each token
+    elif placement == "token":
+        push = to_go(world, estimator)
     else:
         total = KLTerm(1.0, estimator, "reward").in_reward(batch.logps, batch.ref_logps, batch.mask)
         push = total.unsqueeze(1).expand(batch.mask.shape)

@@ -150,6 +150,14 @@ CASES = [
     Case("kimi", TWO_ITERATIONS, KimiTrainer),
     Case("reference model", {**TWO_ITERATIONS, "beta": 0.1, "objective": "grpo"}),
     Case("resample", {**TWO_STEPS, "objective": "dr_grpo", "update": {"dead_groups": "resample"}}),
+    Case(
+        "KL per token",
+        {
+            **TWO_STEPS,
+            "objective": "dr_grpo",
+            "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.2, "per": "token", "gamma": 0.95},
+        },
+    ),
     Case("update off", {**TWO_ITERATIONS, "objective": "dapo", "update": "off"}),
     Case("TRL's loss", {**TWO_STEPS, "beta": 0.1}),
     Case("TRL's loss, micro-batches as TRL cuts them", {**TWO_STEPS, "update": "off"}),

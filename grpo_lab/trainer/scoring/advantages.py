@@ -1,43 +1,80 @@
-"""What a generation batch was scored with, for the log; and advantages as the loss may have them."""
+"""Advantages of the rows that stay, in two stages: one answer for the small table of all ranks, then what it is on this rank's tokens."""
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from grpo_lab.batch import RewardTable
-from grpo_lab.trainer.metrics.book import reward_metrics
-from grpo_lab.trainer.scoring.reward_table import Scored, correctness
-from grpo_lab.trainer.settings.inputs import completion_limit
+from grpo_lab.batch import LocalRows, RewardTable
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows
+from grpo_lab.trainer.scoring.cut import loss_tokens
 
-TRUNCATION_WARNING = 0.20
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+
+
+def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
+    """The table with this rank's rows of ``scored`` in it; ``before``: rows of the table that stand before them all."""
+    mine = local_rows(trainer, scored.batch)
+    lengths = scored.rewarded.tokens[mine]
+    place = slice(before + mine.start, before + mine.stop)
+    return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), lengths))
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
-    """One finite number per row of the table, or ``ValueError``."""
-    if advantages.shape[:1] != table.values.shape[:1] or not advantages.isfinite().all():
-        raise ValueError(
-            f"the advantage rule returned shape {tuple(advantages.shape)} (finite: {bool(advantages.isfinite().all())}) "
-            f"for {table.values.size(0)} rewards; it must return one finite number per row (`advantage`)"
-        )
-    return advantages
+    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    rows, local = table.values.size(0), table.local
+    assert local is not None
+    if not isinstance(advantages, Tensor):
+        seen = f"a {type(advantages).__name__}"
+    else:
+        if tuple(advantages.shape) == (rows, 1) != tuple(local.mask.shape):
+            advantages = advantages.squeeze(1)
+        finite = bool(advantages.isfinite().all())
+        if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
+            return advantages
+        seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
+    raise ValueError(
+        f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], or per token "
+        f"of this process's rows (`table.local`), {list(local.mask.shape)} (`advantage`)"
+    )
 
 
-def record_scores(trainer: Any, scored: Scored) -> None:
-    """Dead groups, lengths and correctness of a generation batch into the book; many cut completions are said once."""
-    table = scored.table
-    correct = correctness(table, trainer.reward_funcs)
-    reward_metrics(trainer.recorder.book(), scored.dead, scored.lengths, scored.truncated, correct)
-    share = scored.truncated.float().mean().item()
-    if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
-        trainer.recorder.say(
-            f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
-            "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
-            key="truncated",
-            level=logging.WARNING,
-        )
+def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
+    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
+
+    TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch together anew: then ``[B]``.
+    """
+    if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
+        advantages: Tensor = made.scored.batch["advantages"]
+        return advantages
+    return checked_advantages(trainer.compute_advantages(made.table), made.table)
 
 
-__all__ = ["checked_advantages", "record_scores"]
+def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> None:
+    """Into this rank's rows, ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it where it is charged so; and
+    into TRL's completions table, per token as the mean over a completion's own tokens."""
+    batch, mask = made.scored.batch, made.local.mask
+    trls = advantages is batch["advantages"]
+    if trls and made.to_go is None:
+        return
+    mine = advantages if trls or advantages.dim() == 2 else advantages[made.local.rows]
+    if made.to_go is not None:
+        each = mine if mine.dim() == 2 else mine.unsqueeze(1)
+        mine = each.to(made.to_go) + made.to_go
+    batch["advantages"] = mine.to(batch["advantages"])
+    logged = advantages
+    if mine.dim() == 2:
+        in_force = batch["advantages"]
+        logged = trainer.accelerator.gather((in_force * mask).sum(1) / mask.sum(1).clamp(min=1))
+    trl_bridge.replace_logged_advantages(trainer, logged)
+
+
+__all__ = ["checked_advantages", "put_advantages", "row_advantages", "with_local_rows"]

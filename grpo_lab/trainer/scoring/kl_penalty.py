@@ -1,27 +1,38 @@
-"""A KL penalty in the reward: one more column of the reward table, minus β·KL of each completion."""
+"""The KL in the reward, charged per completion or per token.
+
+    per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table. Before the rule: normalised as rewards are
+    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule: not normalised,
+                     no baseline is taken from it, and a group whose rewards are all equal still learns from it
+
+Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries no signal. Sources
+and estimators: ``objectives.kl``, docs/algorithms/kl.md.
+"""
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import loss_mask
+from grpo_lab.trainer.carried import Carried, loss_mask
+from grpo_lab.trainer.scoring.advantages import with_local_rows
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored
+from grpo_lab.trainer.scoring.cut import mask_cut
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
+from grpo_lab.trainer.step.old_policy import trl_log_probs
+from grpo_lab.trainer.step.row_table import POSITION_OFFSET
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-
-
 def check_kl_in_reward(trainer: StepPort) -> None:
-    """TRL's own advantages are made before the penalty is known, so an advantage rule of ours must make them.
+    """TRL's own advantages are made before a penalty per completion is known, so an advantage rule of ours must make them.
 
     Raises:
         ValueError: there is none.
@@ -29,82 +40,80 @@ def check_kl_in_reward(trainer: StepPort) -> None:
     objective = trainer.algorithm.objective
     if objective is None or objective.kl_in_reward is None or trainer.replaces_trls_advantages:
         return
+    if objective.kl_in_reward.per == "token":
+        return  # added to whatever advantages there are
     raise ValueError(
         "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is known; set "
-        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), or override `compute_advantages`"
+        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), override `compute_advantages`, or charge it "
+        "after the advantages (`kl.per: token`)"
     )
 
 
-def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[Any]:
-    """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled.
-
-    ``mask_truncated_completions`` keeps cut completions out of the loss, and TRL masks their tokens before it asks for
-    log-probs. In the reward they stay: they are in their group's baseline, so they pay for their KL like everybody else in it
-    (else a group's baseline would be the higher, the more of it is cut). ``mask_cut`` masks them afterwards.
-    """
-    return trl_bridge.replaced(trainer, "mask_truncated_completions", False) if _masks_later(trainer) else NOTHING
-
-
-def mask_cut(trainer: StepPort, output: dict[str, Any], cut: Tensor) -> dict[str, Tensor]:
-    """What TRL would have masked in ``output``, and its token count; returns the masks of all that was sampled.
-
-    Args:
-        cut: bool ``[B]``, this rank's completions that the length limit ended.
-    """
-    sampled: dict[str, Tensor] = {n: output[n] for n in ("completion_mask", "tool_mask") if n in output}
-    if _masks_later(trainer):
-        kept = (~cut).unsqueeze(1)
-        output.update({name: mask * kept.to(mask) for name, mask in sampled.items()})
-        output["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(output).sum()).sum()
-    return sampled
+def penalise(trainer: StepPort, scored: Scored) -> Penalised:
+    """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
+    objective, table, to_go = trainer.algorithm.objective, scored.rewarded.table, None
+    kl = None if objective is None else objective.kl_in_reward
+    if kl is not None:
+        mask = loss_mask(scored.batch)
+        of_tokens = _kl_of_tokens(trainer, scored.batch, kl, mask)
+        penalty = trainer.accelerator.gather(of_tokens.sum(-1))
+        trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
+        if kl.per == "sequence":
+            table = _with_column(table, -kl.coefficient * penalty)
+        else:
+            to_go = -kl.coefficient * reward_to_go(of_tokens, mask, kl.gamma)
+    mask_cut(trainer, scored)
+    table = with_local_rows(trainer, scored, table)
+    if to_go is not None and table.local is not None:
+        scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
+        to_go = to_go * scorable.unsqueeze(1).to(to_go)
+    return Penalised(scored, table, to_go)
 
 
-def _masks_later(trainer: StepPort) -> bool:
-    objective = trainer.algorithm.objective
-    return bool(
-        trainer.args.mask_truncated_completions and objective is not None and objective.kl_in_reward is not None
-    )
-
-
-def penalised(
-    trainer: StepPort, output: dict[str, Any], table: RewardTable, kl: Any, sampled: dict[str, Tensor]
-) -> RewardTable:
-    """Rewards minus β·KL of each completion; needs the log-probs at generation, so they are computed here.
-
-    Args:
-        sampled: the masks of all that was sampled (``mask_cut``); ``output`` may hide cut completions from the loss.
-    """
-    old = output.get("old_per_token_logps")
-    if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
-        old = _log_probs_at_generation(trainer, {**output, **sampled})
-    of_each = kl.in_reward(old.double(), output["ref_per_token_logps"].double(), loss_mask({**output, **sampled}))
-    penalty = trainer.accelerator.gather(of_each)
-    book = trainer.recorder.book()
-    book.add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
-    column = (-kl.coefficient * penalty).unsqueeze(1).to(table.values)
+def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
+    column = penalty.unsqueeze(1).to(table.values)
     column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
-    return RewardTable(
-        torch.cat([table.values, column], dim=1),
-        (*table.names, "kl"),
-        torch.cat([table.weights, torch.ones_like(table.weights[:1])]),
-        table.group_size,
+    return replace(
+        table,
+        values=torch.cat([table.values, column], dim=1),
+        names=(*table.names, "kl"),
+        weights=torch.cat([table.weights, torch.ones_like(table.weights[:1])]),
         penalties=table.penalties + 1,
     )
 
 
+def _kl_of_tokens(trainer: StepPort, batch: dict[str, Any], kl: Any, mask: Tensor) -> Tensor:
+    """float64 ``[B, T]``; needs the log-probs at generation, which are computed here where nobody has yet."""
+    carried = Carried(batch)
+    old = carried.old_logps
+    if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
+        old = _log_probs_at_generation(trainer, batch)
+    found: Tensor = kl.of_tokens(old.double(), batch["ref_per_token_logps"].double(), mask)
+    return found
+
+
 @torch.no_grad()
-def _log_probs_at_generation(trainer: StepPort, output: dict[str, Any]) -> Tensor:
-    multimodal = {name: output.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
+def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+    multimodal = {name: batch.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(multimodal):
-        return log_probs_in_bins(trainer, trainer.model, output)
-    input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        return log_probs_in_bins(trainer, trainer.model, batch)
+    size = trainer.args.per_device_train_batch_size
+    if (
+        POSITION_OFFSET in batch
+    ):  # rows of several generations, text only: each keeps the positions that it had in its own
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
+        starts = range(0, batch["prompt_ids"].size(0), size)
+        parts = [{name: batch[name][start : start + size] for name in names} for start in starts]
+        return torch.cat([trl_log_probs(trainer, part) for part in parts])
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
-        input_ids,
-        attention,
-        output["completion_ids"].size(1),
-        batch_size=trainer.args.per_device_train_batch_size,
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        batch["completion_ids"].size(1),
+        batch_size=size,
         **multimodal,
     )
     return logps
+
+
+__all__ = ["check_kl_in_reward", "penalise"]

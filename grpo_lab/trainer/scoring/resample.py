@@ -1,7 +1,8 @@
-"""Dynamic sampling: further prompts until the batch holds live groups only.
+"""Dynamic sampling: further prompts until the batch holds live groups only. Selection comes before advantages.
 
 Source: DAPO (arXiv 2503.14476, §3.2, eq. 11): groups whose completions are all right or all wrong are thrown away and further
-prompts are drawn. Unlike skipping, this changes the *data distribution*: hard and easy prompts, whose groups are mostly dead,
+prompts are drawn. Here a group is thrown away where the rule in force has nothing to teach from it (``scoring.dead``), which is the same
+for rules with a baseline. Unlike skipping, this changes the *data distribution*: hard and easy prompts, whose groups are mostly dead,
 appear less often than in the data set, and the generation cost grows (logged). Off by default.
 """
 
@@ -9,28 +10,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
 
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.scoring.reward_table import Scored
+from grpo_lab.trainer.scoring.advantages import with_local_rows
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
+from grpo_lab.trainer.scoring.dead import live_groups
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
-from grpo_lab.trainer.trl_bridge import is_multimodal
-from grpo_lab.update import live_rows
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 DEFAULT_MAX_ROUNDS = 4
-#: per-row field while a batch is being filled: 1 where all rewards of the row's group are equal
-DEAD_GROUP = "dead_group"
-
-
-def dead_rows(scored: Scored) -> torch.Tensor:
-    """long ``[N]``: 1 for rows of groups whose rewards and steps (before any KL penalty) are all equal."""
-    return scored.dead.long().repeat_interleave(scored.table.group_size)
 
 
 def check_resample(train_dataset: Any) -> None:
@@ -50,38 +46,47 @@ class Resampler:
         self.trainer = trainer
         self.max_rounds = max_rounds or DEFAULT_MAX_ROUNDS
 
-    def fill(self, output: dict[str, Any], score: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
-        """``output`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows.
+    @property
+    def group_size(self) -> int:
+        return int(self.trainer.num_generations)
+
+    def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
+        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows.
 
         Args:
-            output: one generation batch as TRL returns it (this rank's rows).
+            first: one generation batch, scored.
             score: generates and scores the rows of one more batch; called on all ranks alike.
         """
-        if is_multimodal(output):
+        if trl_bridge.is_multimodal(first.batch):
             raise ValueError(
                 "`update.dead_groups: resample` handles text only, and this batch is multimodal; use `skip`"
             )
-        local, group_size = output["prompt_ids"].size(0), self.trainer.num_generations
-        tables, live = [RowTable.of([output]).gathered(self.trainer.accelerator)], [0]
-        wanted = tables[0].offset.numel() // group_size
-        chosen = [(0, group) for group in self._live_groups(tables[0])]
-        live[0] = len(chosen)
-        rounds = 1
-        while len(chosen) < wanted and rounds < self.max_rounds:
-            further = RowTable.of([score(self._draw(local, rounds))]).gathered(self.trainer.accelerator)
-            tables.append(further)
-            chosen += [(rounds, group) for group in self._live_groups(further)]
-            rounds += 1
-        dead = [(0, group) for group in range(wanted) if (0, group) not in chosen]
+        local, rounds = first.batch["prompt_ids"].size(0), [first]
+        wanted = first.rewarded.table.values.size(0) // self.group_size
+        chosen = self._live(rounds, [])
+        while len(chosen) < wanted and len(rounds) < self.max_rounds:
+            rounds.append(score(self._draw(local, len(rounds))))
+            chosen += self._live(rounds, chosen)
+        dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
-        self._record(rounds, chosen, wanted)
-        return self._assembled(output, tables, chosen, local)
+        self._record(len(rounds), chosen, wanted)
+        return self._assembled(rounds, chosen)
 
-    def _live_groups(self, table: RowTable) -> list[int]:
-        """Groups whose rewards differ and of which a row contributes. Rewards alone are not enough (all completions may be masked), nor
-        are advantages: rounding makes a few 1e-5 of equal rewards, and a KL penalty in the reward makes every group differ."""
-        live = live_rows(table.advantages, table.loss_mask) & (table.fields[DEAD_GROUP] == 0)
-        return torch.nonzero(live.view(-1, self.trainer.num_generations).any(1)).flatten().tolist()
+    def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
+        """Live groups of the last round, counted over all rounds (every round has as many). The rule is asked on what is kept,
+        followed by that round: never on a group that was thrown away before."""
+        last = rounds[-1]
+        fresh = last.rewarded.table.values.size(0)
+        kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
+        table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
+        table = with_local_rows(self.trainer, last, table, before=len(chosen) * self.group_size)
+        first = (len(rounds) - 1) * (fresh // self.group_size)
+        return [first + group for group in live_groups(self.trainer, table, fresh).nonzero().flatten().tolist()]
+
+    def _rows(self, groups: list[int]) -> torch.Tensor:
+        """Places of the groups' rows among those of all rounds."""
+        size = self.group_size
+        return torch.tensor([group * size + i for group in groups for i in range(size)], dtype=torch.long)
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
         """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over ranks."""
@@ -97,34 +102,44 @@ class Resampler:
         first = trainer.accelerator.process_index * local
         return [dict(data[indices[row // group_size]]) for row in range(first, first + local)]
 
-    def _assembled(
-        self, output: dict[str, Any], tables: list[RowTable], chosen: list[tuple[int, int]], local: int
-    ) -> dict[str, Any]:
+    def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
+        """This rank's share of the chosen groups, and the rewards of all of them."""
+        trainer, first, index = self.trainer, rounds[0], self._rows(chosen)
+        tables = [RowTable.of([scored.batch]).gathered(trainer.accelerator) for scored in rounds]
         merged = RowTable.of([{**table.fields, POSITION_OFFSET: table.offset} for table in tables])
-        size, starts = self.trainer.num_generations, [0]
-        for table in tables:
-            starts.append(starts[-1] + table.offset.numel())
-        rows = [starts[which] + group * size + i for which, group in chosen for i in range(size)]
-        index = torch.tensor(rows, device=merged.offset.device)
+        index = index.to(merged.offset.device)
+        local = first.batch["prompt_ids"].size(0)
+        mine = index[trainer.accelerator.process_index * local :][:local]
         tokens = merged.loss_mask[index].sum()
-        first = self.trainer.accelerator.process_index * local
-        mine = index[first : first + local]
-        filled = {
-            **output,
-            **{name: value[mine] for name, value in merged.fields.items()},
-            "num_items_in_batch": tokens,
-        }
-        carried = Carried(filled)
+        fields = {name: value[mine] for name, value in merged.fields.items()}
+        batch = {**first.batch, **fields, "num_items_in_batch": tokens}
+        carried = Carried(batch)
         old = carried.old_logps
-        if old is not None and self.trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
+        if old is not None and trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
             carried.as_generated = old.clone() if carried.as_generated is None else carried.as_generated
-        return filled
+        rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
+        trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))
+        return replace(first, batch=batch, rewarded=rewarded, rounds=len(rounds))
 
-    def _record(self, rounds: int, chosen: list[tuple[int, int]], wanted: int) -> None:
+    def _record(self, rounds: int, chosen: list[int], wanted: int) -> None:
         book = self.trainer.recorder.book("train")
         device = self.trainer.accelerator.device
         book.add_alike("update/resample_rounds", torch.tensor([float(rounds)], device=device), 1)
-        replaced = sum(which > 0 for which, _ in chosen)
+        replaced = sum(group >= wanted for group in chosen)
         book.add_alike("update/resampled_share", torch.tensor([float(replaced)], device=device), wanted)
         generated = rounds * wanted * self.trainer.num_generations
         book.add_alike("update/completions_generated", torch.tensor([float(generated)], device=device), 1)
+
+
+def _columns(rounds: list[Scored], rows: list[int]) -> dict[str, list[Any]]:
+    """The completions table of what stays; a column that a round did not write has None there."""
+    found: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for scored in rounds for name in scored.columns or {}):
+        values: list[Any] = []
+        for scored in rounds:
+            values += (scored.columns or {}).get(name, [None] * scored.rewarded.table.values.size(0))
+        found[name] = [values[row] for row in rows]
+    return found
+
+
+__all__ = ["Resampler", "check_resample"]

@@ -1,10 +1,9 @@
-"""From TRL's gathered rewards to advantages: group rewards, checks, the table that every rank agrees on."""
+"""How TRL calls rewards: each one checked, those that judge whole groups put off until the gather, steps kept aside."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,42 +11,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
-from grpo_lab.advantages import StepTable
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
-from grpo_lab.trainer.scoring.steps import StepCalled, dead_with_steps, outcome_of
+from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What ``_calculate_rewards`` saw, kept until TRL's method that called it returns (it has no seam for it).
-
-    Args:
-        table: rewards of all ranks.
-        lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them), all ranks.
-        truncated: bool ``[N]``: ended by the length limit, not by an end token.
-        rows: ``[N]`` row of the data set, −1 where it is not known (``prompts.sampler``).
-        steps: column of a step reward → its steps over all ranks.
-    """
-
-    table: RewardTable
-    lengths: Tensor
-    truncated: Tensor
-    rows: Tensor
-    steps: dict[int, StepTable] = field(default_factory=dict)
-
-    @property
-    def dead(self) -> Tensor:
-        """bool ``[groups]``: nothing tells the completions of a group apart (before any KL penalty)."""
-        outcome = outcome_of(self.table, self.steps) if self.steps else self.table
-        groups = self.table.values.size(0) // self.table.group_size
-        if outcome is None:
-            dead = torch.ones(groups, dtype=torch.bool, device=self.table.values.device)
-        else:
-            dead = dead_groups(outcome.total, outcome.group_size)
-        return dead_with_steps(self.table, self.steps, dead)
 
 
 class DeferredReward:
@@ -252,9 +220,3 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
     """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
     column = correctness_column(reward_funcs)
     return None if column is None else table.values[:, column]
-
-
-def dead_groups(total: Tensor, group_size: int) -> Tensor:
-    """bool ``[groups]``: all scorable rewards of the group are equal."""
-    grouped = total.view(-1, group_size)
-    return grouped.nan_to_num(nan=-torch.inf).amax(1) <= grouped.nan_to_num(nan=torch.inf).amin(1)

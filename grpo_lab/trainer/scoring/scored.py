@@ -19,7 +19,8 @@ from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.prompts.sampler import row_numbers
-from grpo_lab.trainer.scoring.reward_table import Scored, tokens_made, truncated_rows
+from grpo_lab.trainer.scoring.carriers import Rewarded
+from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows
 from grpo_lab.trainer.scoring.steps import gathered_steps
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Scoring:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
-        self._seen: Scored | None = None
+        self._seen: Rewarded | None = None
         self._made: list[int] | None = None
         #: column of a step reward → this rank's steps, put here by the trainer's ``_calculate_rewards``
         self.steps: dict[int, list[StepScores]] = {}
@@ -47,16 +48,19 @@ class Scoring:
         values = self._original(inputs, prompts, completions, completion_ids_list)
         cut = truncated_rows(completion_ids_list, {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id})
         made = self._made or [len(ids) for ids in completion_ids_list]
-        local = torch.tensor(list(zip(made, cut, row_numbers(inputs), strict=True)), device=trainer.accelerator.device)
-        lengths, truncated, numbers = trainer.accelerator.gather(local).unbind(1)
+        tokens = [len(ids) for ids in completion_ids_list]
+        of_rows = list(zip(made, tokens, cut, row_numbers(inputs), strict=True))
+        gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
+        lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
         self._check(values, lengths.numel(), names)
-        table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), trainer._group_size())
-        steps = gathered_steps(self.steps, table.group_size)
-        self._seen = Scored(table, lengths, truncated.bool(), numbers, steps)
+        size = trainer._group_size()
+        steps = gathered_steps(self.steps, size)
+        table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
+        self._seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
         return values
 
-    def taken(self) -> Scored:
+    def taken(self) -> Rewarded:
         """What the generation batch was scored with.
 
         Raises:

@@ -1,7 +1,12 @@
-"""The stages from completions to advantages, one function each; ``LabTrainer`` names them in the order in which they happen."""
+"""Score and record: the first and the last of the stages from completions to advantages.
+
+``LabTrainer`` names all of them in order: score → select (``resample``) → penalise (``kl_penalty``) → row advantages → token
+advantages (``advantages``) → log-probs (``step.log_probs``) → record.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,25 +15,29 @@ from torch import Tensor
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
+from grpo_lab.trainer.metrics.book import reward_metrics
 from grpo_lab.trainer.metrics.by_length import length_quartiles, record_by_length
-from grpo_lab.trainer.scoring.advantages import checked_advantages
-from grpo_lab.trainer.scoring.kl_penalty import mask_cut, penalised, whole_completions
-from grpo_lab.trainer.scoring.resample import DEAD_GROUP, dead_rows
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows
+from grpo_lab.trainer.scoring.cut import whole_completions
+from grpo_lab.trainer.scoring.dead import alike
 from grpo_lab.trainer.scoring.reward_table import (
-    Scored,
     as_trl_calls_it,
     check_finite,
+    correctness,
     fill_group_rewards,
     gathered_rows,
     nan_counts,
     truncated_rows,
 )
 from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
-from grpo_lab.trainer.scoring.steps import StepCalled, mean_advantage, token_advantages
+from grpo_lab.trainer.scoring.steps import StepCalled
+from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+
+TRUNCATION_WARNING = 0.20
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: int, *of_rows: Any) -> Tensor:
@@ -52,51 +61,46 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: i
     return values
 
 
-def score(
-    trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any
-) -> tuple[dict[str, Any], Scored, dict[str, Tensor], GenerationForwards]:
-    """TRL's completions and rewards; which of its forwards are replaced or put off."""
+def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
+    """One generation: TRL's completions and rewards, and which of its forwards were replaced or put off."""
     forwards = GenerationForwards.of(trainer)
     with forwards.instead_of_trls(trainer) as put_off, whole_completions(trainer), scored_by(trainer) as found:
-        output = trls(inputs)
+        batch = trls(inputs)
     if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
-        output.setdefault("tool_mask", output["completion_mask"])
-    scored, mode, mine = found.taken(), trainer.recorder.mode(), local_rows(trainer, output)
-    sampled = mask_cut(trainer, output, scored.truncated[mine])
-    if forwards.corrected:
-        Carried(output).length_quartile = length_quartiles(scored.lengths)[mine]
+        batch.setdefault("tool_mask", batch["completion_mask"])
     if put_off:
-        Carried(output).old_logps = Carried(output).sampler_weights = None
-        trl_bridge.forget_sampling_metrics(trainer, mode)
-    elif forwards.corrected:
-        record_by_length(trainer, output, loss_mask(output), mode)
-    if trainer.lab_settings.update.dead_groups == "resample":
-        output[DEAD_GROUP] = dead_rows(scored).to(output["prompt_ids"].device)[mine]
-    return output, scored, sampled, forwards
+        Carried(batch).old_logps = Carried(batch).sampler_weights = None
+        trl_bridge.forget_sampling_metrics(trainer, trainer.recorder.mode())
+    rewarded = found.taken()
+    record_rewards(trainer, rewarded)
+    resamples = trainer.lab_settings.update.dead_groups == "resample"
+    columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel()) if resamples else None
+    return Scored(batch, rewarded, forwards, columns)
 
 
-def set_advantages(trainer: StepPort, output: dict[str, Any], scored: Scored, sampled: dict[str, Tensor]) -> None:
-    """Our advantages in the place of TRL's, where they are ours."""
-    table = scored.table
-    kl = trainer.algorithm.objective.kl_in_reward if trainer.algorithm.objective is not None else None
-    if kl is None and not trainer.replaces_trls_advantages:
-        return  # TRL's own stay
-    if kl is not None:
-        table = penalised(trainer, output, table, kl, sampled)
-    mine = local_rows(trainer, output)
-    if scored.steps:
-        width = output["completion_ids"].size(1)
-        per_token = token_advantages(trainer.algorithm.advantage, table, scored.steps, mine, width)
-        output["advantages"] = per_token.to(output["advantages"])
-        logged = mean_advantage(trainer, output["advantages"], loss_mask(output))
-        trl_bridge.replace_logged_advantages(trainer, logged)
-        return
-    advantages = checked_advantages(trainer.compute_advantages(table), table)
-    output["advantages"] = advantages[mine].to(output["advantages"])
-    trl_bridge.replace_logged_advantages(trainer, advantages)
+def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
+    """Groups alike, lengths and correctness of all that was generated into the book; many cut completions are said once."""
+    table, book = rewarded.table, trainer.recorder.book()
+    correct = correctness(table, trainer.reward_funcs)
+    reward_metrics(book, alike(table), rewarded.lengths, rewarded.truncated, correct)
+    share = rewarded.truncated.float().mean().item()
+    if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
+        trainer.recorder.say(
+            f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
+            "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
+            key="truncated",
+            level=logging.WARNING,
+        )
 
 
-def local_rows(trainer: StepPort, output: dict[str, Any]) -> slice:
-    """This rank's rows of what was gathered."""
-    rows, rank = output["prompt_ids"].size(0), trainer.accelerator.process_index
-    return slice(rows * rank, rows * (rank + 1))
+def record(trainer: StepPort, scored: Scored) -> dict[str, Any]:
+    """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
+    batch, forwards = scored.batch, scored.forwards
+    if forwards.corrected:
+        batch["length_quartile"] = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
+        if "importance_sampling_ratio" in batch:  # TRL made it: it was not put off
+            record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())
+    return batch
+
+
+__all__ = ["record", "record_rewards", "rewards_of_all", "score"]

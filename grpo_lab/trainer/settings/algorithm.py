@@ -157,7 +157,7 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
         "surrogate": name_of(objective.surrogate),
         **({"knobs": knobs} if knobs else {}),
         "aggregation": in_words(objective.aggregate),
-        "kl": "none" if kl is None else f"{kl.coefficient}·{kl.estimator} in the {kl.placement}",
+        "kl": _kl_in_words(kl),
     }
 
 
@@ -196,7 +196,22 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
         raise ValueError(
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
-    return KLTerm(coefficient, chosen.estimator, chosen.placement, ratio_weighted=bool(chosen.ratio_weighted))
+    gamma = 1.0 if chosen.gamma is None else chosen.gamma
+    return KLTerm(
+        coefficient,
+        chosen.estimator,
+        chosen.placement,
+        bool(chosen.ratio_weighted),
+        per=chosen.per or "sequence",
+        gamma=gamma,
+    )
+
+
+def _kl_in_words(kl: KLTerm | None) -> str:
+    if kl is None:
+        return "none"
+    tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
+    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}"
 
 
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:

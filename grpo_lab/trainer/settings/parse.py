@@ -54,12 +54,25 @@ class AdvantageSettings:
 
 @settings(bare="estimator")
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting."""
+    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting.
+
+    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1).
+    """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
     placement: str = "loss"
     coefficient: Number | None = None
     ratio_weighted: Switch | None = None
+    per: str | None = None
+    gamma: Number | None = None
+
+    def __post_init__(self) -> None:
+        if self.per is not None and self.placement == "loss":
+            raise ValueError(
+                "`kl.per` has no effect with `kl.placement: loss`, where every token pays anyway; leave it out"
+            )
+        if self.gamma is not None and self.per != "token":
+            raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
 
 
 def _off(value: Any) -> Any:

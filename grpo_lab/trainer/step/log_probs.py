@@ -19,7 +19,7 @@ from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.step.exact_update import verdict
 from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.part_questions import has_team_parts
-from grpo_lab.trainer.step.row_table import RowTable
+from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:
@@ -96,12 +96,13 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token.
 
     Args:
-        fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right).
+        fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right); of rows that
+            were put together from several generations also where each stood in its own.
 
     Every rank runs the same number of forwards (with sharded weights each one is a collective).
     """
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    table = RowTable.of([{name: fields[name] for name in names}])
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
+    table = RowTable.of([{name: fields[name] for name in names if name in fields}])
     prompts, completions = table.prompt_lengths.tolist(), table.completion_lengths.tolist()
     chosen = [length > 0 for length in completions]
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)

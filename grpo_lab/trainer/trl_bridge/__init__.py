@@ -19,7 +19,13 @@ from grpo_lab.trainer.trl_bridge.forwards import (
     without_checkpointing,
 )
 from grpo_lab.trainer.trl_bridge.gradients import backward, plain_cpu, reference_model_in_full, without_gradient_sync
-from grpo_lab.trainer.trl_bridge.logs import SAMPLING_METRICS, forget_sampling_metrics, replace_logged_advantages
+from grpo_lab.trainer.trl_bridge.logs import (
+    SAMPLING_METRICS,
+    forget_sampling_metrics,
+    logged_rows,
+    replace_logged_advantages,
+    replace_logged_rows,
+)
 from grpo_lab.trainer.trl_bridge.names import (
     ATTRIBUTES,
     COMPLETION_FIELDS,
@@ -45,11 +51,13 @@ __all__ = [
     "forwards_replaced",
     "is_compiled",
     "is_multimodal",
+    "logged_rows",
     "may_bring_images",
     "plain_cpu",
     "positions_given",
     "reference_model_in_full",
     "replace_logged_advantages",
+    "replace_logged_rows",
     "replaced",
     "wants_old_log_probs",
     "without_autocast",

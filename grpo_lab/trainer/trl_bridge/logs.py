@@ -32,3 +32,21 @@ def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
     for _ in range(min(len(logged), advantages.size(0))):
         logged.pop()
     logged.extend(advantages.tolist())
+
+
+def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
+    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left out."""
+    logged = trainer._logs
+    columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
+    columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
+    return {name: list(rows)[-count:] for name, rows in columns.items() if len(rows) >= count}
+
+
+def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
+    """Put ``columns`` (as ``logged_rows`` gives them) in the place of as many of the last rows."""
+    for name, rows in columns.items():
+        part, _, column = name.partition("/")
+        logged = trainer._logs[part][column] if column else trainer._logs[part]
+        for _ in range(min(len(logged), len(rows))):
+            logged.pop()
+        logged.extend(rows)

@@ -28,11 +28,14 @@ def reward_name(reward: Any) -> str:
 
 
 def correctness_column(reward_funcs: list[Any]) -> int | None:
-    """Which reward measures correctness: ``measures_correctness = True``, or named accuracy_reward."""
-    for column, reward in enumerate(reward_funcs):
-        inner = reward
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        if getattr(inner, "measures_correctness", False) or reward_name(inner) in ("accuracy_reward", "AccuracyReward"):
-            return column
-    return None
+    """The first reward that measures correctness; None without one."""
+    return next((column for column, reward in enumerate(reward_funcs) if measures_correctness(reward)), None)
+
+
+def measures_correctness(reward: Any) -> bool:
+    """``measures_correctness = True``, or named accuracy_reward (TRL's class: AccuracyReward); a ``partial`` is what it holds."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return bool(
+        getattr(reward, "measures_correctness", False) or reward_name(reward) in ("accuracy_reward", "AccuracyReward")
+    )

@@ -1,0 +1,110 @@
+"""What the stages hand to one another, from completions to advantages.
+
+    score → Scored → select → Scored → penalise → Penalised → advantages → record
+
+``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which is what becomes the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages import StepTable
+from grpo_lab.batch import LocalRows, RewardTable
+from grpo_lab.trainer.step.log_probs import GenerationForwards
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+
+_OF_ROWS = ("lengths", "tokens", "truncated", "rows")
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """What the completions of all ranks were scored with; the same on every rank.
+
+    Args:
+        table: rewards, with the steps of step rewards.
+        lengths: tokens that the policy made ``[N]`` (no tool output, as TRL counts them).
+        tokens: tokens of each completion ``[N]``, tool output included.
+        truncated: bool ``[N]``: ended by the length limit, not by an end token.
+        rows: ``[N]`` row of the data set, −1 where it is not known (``prompts.sampler``).
+    """
+
+    table: RewardTable
+    lengths: Tensor
+    tokens: Tensor
+    truncated: Tensor
+    rows: Tensor
+
+    def picked(self, index: Tensor) -> Rewarded:
+        """Some rows (long ``[M]``, whole groups), in that order."""
+        index = index.to(self.table.values.device)
+        steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
+        table = replace(self.table, values=self.table.values[index], steps=steps)
+        place = index.to(self.lengths.device)
+        return Rewarded(table, *(getattr(self, name)[place] for name in _OF_ROWS))
+
+    @staticmethod
+    def joined(parts: Sequence[Rewarded]) -> Rewarded:
+        """The rows of several generations, one's after the other's."""
+        first = parts[0].table
+        steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
+        values = torch.cat([part.table.values for part in parts])
+        return Rewarded(
+            replace(first, values=values, steps=steps),
+            *(torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS),
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Completions with their rewards: of one generation, or what selection has kept of several.
+
+    Args:
+        batch: this rank's rows as TRL returns them. Its ``advantages`` are TRL's until ours are put in.
+        rewarded: rewards of all ranks.
+        forwards: which of TRL's forwards were replaced or put off.
+        columns: rows of the completions table that TRL has just written, where selection may put them together anew.
+        rounds: how many generations the rows come from.
+    """
+
+    batch: dict[str, Any]
+    rewarded: Rewarded
+    forwards: GenerationForwards
+    columns: dict[str, list[Any]] | None = None
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Penalised:
+    """What advantages are made of.
+
+    Args:
+        scored: the rows that stay.
+        table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in ``local``.
+        to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
+    """
+
+    scored: Scored
+    table: RewardTable
+    to_go: Tensor | None = None
+
+    @property
+    def local(self) -> LocalRows:
+        assert self.table.local is not None
+        return self.table.local
+
+
+def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
+    """This rank's rows of what was gathered."""
+    rows, rank = batch["prompt_ids"].size(0), trainer.accelerator.process_index
+    return slice(rows * rank, rows * (rank + 1))
+
+
+__all__ = ["Penalised", "Rewarded", "Scored", "local_rows"]
