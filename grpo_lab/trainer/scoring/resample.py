@@ -112,6 +112,7 @@ class Resampler:
         filled = {
             **output,
             **{name: value[mine] for name, value in merged.fields.items()},
+            POSITION_OFFSET: merged.offset[mine],
             "num_items_in_batch": tokens,
         }
         if OLD in filled and self.trainer.algorithm.objective is not None:  # TRL's loss reads them as they are

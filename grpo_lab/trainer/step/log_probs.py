@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.step.exact_update import verdict
 from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.old_policy import AS_GENERATED, OLD
 from grpo_lab.trainer.step.part_questions import has_team_parts
@@ -49,7 +48,7 @@ class GenerationForwards:
         wanted = misaligned or corrected
         if not trainer.model.training or not (wanted or trainer.beta != 0) or not trainer.has_own_loss:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
-        found = verdict(trainer)
+        found = trainer.exact_update.verdict.now()
         in_bins = found.stock is None
         switches = misaligned and has_team_parts(
             trainer
