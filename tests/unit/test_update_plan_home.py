@@ -20,7 +20,7 @@ def test_by_hand() -> None:
     and 1, so rows 2 and 0 are away. A round of 2 × 8 = 16 tokens has room for rows of up to 8 on either rank: they change
     places, 8 + 6 live tokens on each as before, and the step still waits for 16."""
     rows = Rows([0] * 4, [8, 6, 8, 6], [True] * 4)
-    plain, home = (plan_update(rows, 2, 16, overhead_tokens=0, keep_home=keep) for keep in (False, True))
+    plain, home = (plan_update(rows, 2, 16, keep_home=keep) for keep in (False, True))
     assert [sorted(bins[0]) for bins in plain.bins] == [[1, 2], [0, 3]]
     assert [bins[0] for bins in home.bins] == [[0, 1], [2, 3]]
     assert (at_home(plain, 2), at_home(home, 2)) == (2, 4)
