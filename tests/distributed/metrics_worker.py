@@ -35,9 +35,8 @@ class Counted(ExactUpdate):
         budget, plan, rows = super()._exchanged(window, found)
         accelerator, mine = self.trainer.accelerator, range(sum(part["prompt_ids"].size(0) for part in window))
         total = expected_bytes(window, plan, accelerator)
-        if (
-            "old_per_token_logps" not in window[0]
-        ):  # first pass: log-probs come home for the second one, 4 bytes a token
+        unmoved = window[0].get("policy_unmoved")
+        if unmoved is None or unmoved.all():  # first pass: log-probs come home for the second one, 4 bytes a token
             lengths = [int(n) for part in window for n in part["completion_mask"].sum(1)]
             here = {row for one in plan.bins[accelerator.process_index] for row in one}
             planned = {row for bins in plan.bins for one in bins for row in one}
