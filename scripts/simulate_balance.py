@@ -6,6 +6,9 @@ outputs. Whole groups are dead, drawn at random. Stock: every rank keeps the gro
 all its rows padded to its longest prompt and completion.
 
     python scripts/simulate_balance.py [--data DIR] [--seeds 5] [--rows-per-rank 8 64 256] > table.md
+    python scripts/simulate_balance.py --exchange > bytes.md     # what ranks receive of 1,024 rows of up to 17 thousand tokens
+
+For the bytes completions are made as long as a reasoning model's: 32 times the real ones, so that the cut at 512 is one at 16,384.
 
 Needs `tokenizers` and the data folder ($GRPO_LAB_DATA, else ../shared/data beside the checkout).
 """
@@ -18,13 +21,14 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS, Plan, Rows, default_max_tokens, plan_update
+from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS, Plan, Routes, Rows, default_max_tokens, plan_update
 
 GROUP = 8
 CHAT_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -45,6 +49,24 @@ COLUMNS = (
     "ratio",
     "plan, ms",
 )
+#: of a row with the old policy's and the sampler's log-probs. Before, everything was gathered, padded: ids and masks of 8 bytes
+BEFORE = {"prompt token": 16, "completion token": 24, "row": 12}
+#: now: ids of 4, a mask of 1, log-probs of 4; offset and advantage; and eight numbers of 8 bytes of every row of others
+NOW = {"prompt token": 4, "completion token": 13, "row": 12, "row of others": 64}
+EXCHANGE_COLUMNS = (
+    *("ranks", "rows/rank", "dead", "MB a rank before", "MB now", "(most)", "MB kept home", "(most)"),
+    *(
+        "rows moved now",
+        "kept home",
+        "live max/mean now",
+        "kept home",
+        "step tokens now",
+        "kept home",
+        "plan, ms",
+        "kept home",
+    ),
+)
+LONGER = 32
 
 Lengths = NDArray[np.int64]
 
@@ -139,6 +161,50 @@ def table_row(
     ]
 
 
+def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
+    """Bytes that come to each rank [R], and the share of the planned rows that move."""
+    prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
+    each = len(rows) // num_ranks
+    routes = Routes.of(plan, completion, each)
+    padded = completion.reshape(num_ranks, each).max(axis=1)[routes.homes]
+    size = NOW["prompt token"] * prompt[routes.rows] + NOW["row"]
+    size += NOW["completion token"] * np.minimum(routes.widths, padded)
+    found = np.full(num_ranks, NOW["row of others"] * each * (num_ranks - 1))
+    np.add.at(found, routes.ranks[routes.moves], size[routes.moves])
+    return found, float(routes.moves.mean()) if routes.rows.size else 0.0
+
+
+def exchange_row(groups: Groups, num_ranks: int, rows: int, dead: float, seeds: int, micro_batch: int) -> list[str]:
+    found = []
+    for seed in range(seeds):
+        table = one_step(groups, num_ranks, rows // num_ranks, dead, seed)
+        longest = int(np.max(np.asarray(table.prompt_lengths))), int(np.max(np.asarray(table.completion_lengths)))
+        budget = default_max_tokens(min(micro_batch, rows // num_ranks), *longest)
+        before = BEFORE["prompt token"] * longest[0] + BEFORE["completion token"] * longest[1] + BEFORE["row"]
+        numbers = [before * rows * (num_ranks - 1) / num_ranks / 1e6]
+        for keep_home in (False, True):
+            start = time.process_time()
+            plan = plan_update(table, num_ranks, budget, keep_home=keep_home)
+            seconds = time.process_time() - start
+            size, moved = received(plan, table, num_ranks)
+            numbers += [size.mean() / 1e6, size.max() / 1e6, moved, plan.max_over_mean, plan.step_tokens, 1e3 * seconds]
+        found.append(numbers)
+    was, *both = np.mean(found, axis=0)
+    now, home = both[:6], both[6:]
+    return [
+        *(f"{num_ranks}", f"{rows // num_ranks}", f"{dead:.0%}", f"{was:,.0f}"),
+        *(f"{now[0]:.2f}", f"{now[1]:.2f}", f"{home[0]:.2f}", f"{home[1]:.2f}", f"{now[2]:.0%}", f"{home[2]:.0%}"),
+        *(f"{now[3]:.3f}", f"{home[3]:.3f}", f"{now[4]:,.0f}", f"{home[4]:,.0f}", f"{now[5]:.0f}", f"{home[5]:.0f}"),
+    ]
+
+
+def print_table(columns: tuple[str, ...], rows: Iterator[list[str]]) -> None:
+    print("| " + " | ".join(columns) + " |")
+    print("|" + " ---: |" * len(columns))
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data")
@@ -149,19 +215,21 @@ def main() -> None:
     parser.add_argument("--max-completion", type=int, default=512)
     parser.add_argument("--overhead-tokens", type=int, default=DEFAULT_OVERHEAD_TOKENS)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--exchange", action="store_true", help="bytes that ranks receive, in place of balance")
+    parser.add_argument("--rows", type=int, default=1024, help="with --exchange: rows of a step over all ranks")
     args = parser.parse_args()
     if any(rows % GROUP or rows < GROUP for rows in args.rows_per_rank):
         parser.error(f"--rows-per-rank must be multiples of {GROUP}; got {args.rows_per_rank}")
     groups = real_groups(data_folder(args.data), args.max_completion)
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + " ---: |" * len(COLUMNS))
-    for num_ranks in args.ranks:
-        for rows_per_rank in args.rows_per_rank:
-            for dead in args.dead:
-                cells = table_row(
-                    groups, num_ranks, rows_per_rank, dead, args.seeds, args.micro_batch, args.overhead_tokens
-                )
-                print("| " + " | ".join(cells) + " |", flush=True)
+    if args.exchange:
+        long = Groups(groups.prompt, groups.completion * LONGER)
+        cases = ((ranks, dead) for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512) for dead in (0.0, 0.62))
+        table = (exchange_row(long, ranks, args.rows, dead, args.seeds, args.micro_batch) for ranks, dead in cases)
+        print_table(EXCHANGE_COLUMNS, table)
+        return
+    more = (args.seeds, args.micro_batch, args.overhead_tokens)
+    every = ((ranks, rows, dead) for ranks in args.ranks for rows in args.rows_per_rank for dead in args.dead)
+    print_table(COLUMNS, (table_row(groups, *case, *more) for case in every))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def register_advantage(name: str, part: Any = None) -> Any:
     """
     if part is None:
         return lambda later: register_advantage(name, later)
+    table = TOKEN_RULES if level_of(part) == "token" else RULES
     registry.add({**RULES, **TOKEN_RULES}, name, part, RESERVED, "advantage rule")
-    (TOKEN_RULES if level_of(part) == "token" else RULES)[name] = part
+    table[name] = part
     return part

@@ -2,11 +2,13 @@
 
 from grpo_lab.update.live import LiveConditions, live_rows, why_all_rows, why_stock_batches
 from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Plan, Rows, default_max_tokens, plan_update
+from grpo_lab.update.routes import Routes
 
 __all__ = [
     "DEFAULT_OVERHEAD_TOKENS",
     "LiveConditions",
     "Plan",
+    "Routes",
     "Rows",
     "default_max_tokens",
     "live_rows",

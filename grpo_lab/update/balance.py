@@ -169,12 +169,7 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
     lighter ranks in ascending order and stops when the heaviest rank cannot be helped.
     """
     bin_of = bin_of.copy()
-    counts = np.bincount(bin_of, minlength=rounds.size)
-    longest = np.zeros(rounds.size, dtype=np.int64)
-    np.maximum.at(longest, bin_of, lengths)
-    largest = np.zeros(int(rounds.max()) + 1, dtype=np.int64)
-    np.maximum.at(largest, rounds, counts * longest)
-    limit = np.maximum(np.minimum(largest[rounds], budget) // counts, longest)  # [b] longest row that a bin may take
+    _, limit = _limits(lengths, bin_of, rounds, budget)
     load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
     rows_of = [np.flatnonzero(ranks[bin_of] == r) for r in range(num_ranks)]  # rows per rank: swaps keep their number
     work = 0
@@ -191,6 +186,53 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
         rows_of[heavy] = np.sort(np.where(rows_of[heavy] == give, take, rows_of[heavy]))
         rows_of[light] = np.sort(np.where(rows_of[light] == take, give, rows_of[light]))
     return bin_of
+
+
+def bring_home(
+    lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, homes: Ints, num_ranks: int, budget: int
+) -> Ints:
+    """Swap rows so that more of them are computed on the rank that holds them; returns the new bin of every row [n].
+
+    A row away from home changes places with one that is away on its home rank, if each fits into the other's bin without making its
+    round longer or passing the budget, and neither rank then has more live tokens than `EVEN_ENOUGH` × mean or than the fuller
+    of the two had. Of several the one that comes home itself, then the one most alike in length. No swap takes a row from home.
+    """
+    bin_of = bin_of.copy()
+    _, limit = _limits(lengths, bin_of, rounds, budget)
+    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
+    enough = EVEN_ENOUGH * load.sum() / num_ranks
+    away_on = [np.flatnonzero((ranks[bin_of] == r) & (homes != r)) for r in range(num_ranks)]
+    for row in range(lengths.size):
+        here, home = int(ranks[bin_of[row]]), int(homes[row])
+        if here == home:
+            continue
+        others = away_on[home]
+        gained = lengths[row] - lengths[others]  # by the home rank
+        most = max(enough, int(load[here]), int(load[home]))
+        fits = (lengths[row] <= limit[bin_of[others]]) & (lengths[others] <= limit[bin_of[row]])
+        fits &= (load[home] + gained <= most) & (load[here] - gained <= most)
+        if not fits.any():
+            continue
+        order = np.lexsort((np.abs(gained), homes[others] != here, ~fits))
+        other = int(others[order[0]])
+        bin_of[row], bin_of[other] = bin_of[other], bin_of[row]
+        load[home] += lengths[row] - lengths[other]
+        load[here] -= lengths[row] - lengths[other]
+        away_on[home] = others[others != other]
+        away_on[here] = away_on[here][away_on[here] != row]
+        if homes[other] != here:
+            away_on[here] = np.append(away_on[here], other)
+    return bin_of
+
+
+def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> tuple[Ints, Ints]:
+    """Rows of each bin [b], and the longest row that it may take without making its round longer [b]."""
+    counts = np.bincount(bin_of, minlength=rounds.size)
+    longest = np.zeros(rounds.size, dtype=np.int64)
+    np.maximum.at(longest, bin_of, lengths)
+    largest = np.zeros(int(rounds.max()) + 1, dtype=np.int64)
+    np.maximum.at(largest, rounds, counts * longest)
+    return counts, np.maximum(np.minimum(largest[rounds], budget) // counts, longest)
 
 
 def _best_swap(

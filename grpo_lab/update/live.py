@@ -13,7 +13,9 @@ decay, momentum or the learning rate: they act on the summed gradient, which sta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -76,78 +78,115 @@ class LiveConditions:
                 raise ValueError(f"LiveConditions.{field.name} must be a finite number; got {value!r}.")
 
 
+def _is_set(value: bool) -> bool:
+    return value
+
+
+def _is_unset(value: bool) -> bool:
+    return not value
+
+
+def _not_zero(value: float) -> bool:
+    return value != 0
+
+
+def _above_zero(value: float) -> bool:
+    return value > 0
+
+
+def _below_one(value: float) -> bool:
+    return value < 1
+
+
+#: condition → (when it is broken, the sentence for the log)
+_Table = dict[str, tuple[Callable[[Any], bool], str]]
+_NEED_STOCK: _Table = {
+    "local_denominator": (
+        _is_set,
+        "the loss divides by the tokens of its own micro-batch (loss_type='bnpo'), so its value depends on which "
+        "rows share one; `loss_type='dapo'` divides by all of them",
+    ),
+    "entropy_bonus": (
+        _not_zero,
+        "the entropy bonus (entropy_coef={value}) is a mean over all tokens of each micro-batch; "
+        "entropy_coef=0 switches it off",
+    ),
+    "adaptive_entropy": (
+        _is_set,
+        "the adaptive entropy controller (use_adaptive_entropy=True) measures the entropy of every row; False switches it off",
+    ),
+    "entropy_quantile": (
+        _below_one,
+        "the entropy threshold (top_entropy_quantile={value}) is a quantile over all tokens of each "
+        "micro-batch; 1.0 switches it off",
+    ),
+    "moe_aux_loss": (
+        _not_zero,
+        "the load-balancing loss of the experts (router_aux_loss_coef={value}) reads every token; 0 switches it off",
+    ),
+    "dropout": (
+        _above_zero,
+        "dropout is active (p={value}; disable_dropout=True and lora_dropout=0 switch it off), so the random "
+        "masks depend on the layout of the micro-batches",
+    ),
+    "layer_drop": (
+        _above_zero,
+        "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn "
+        "anew for each micro-batch; layerdrop=0 there switches it off",
+    ),
+    "router_noise": (
+        _above_zero,
+        "noise is added in the experts' routing (router_jitter_noise={value} in the model's config), and it "
+        "depends on the layout of the micro-batches; 0.0 there switches it off",
+    ),
+    "random_forward": (
+        _is_set,
+        "the model's forward drew random numbers in the first step, so it depends on the layout of the micro-batches",
+    ),
+    "embedding_noise": (
+        _not_zero,
+        "noise is added to the embeddings (neftune_noise_alpha={value}), and it depends on the layout "
+        "of the micro-batches; None switches it off",
+    ),
+    "batch_dependent_layers": (
+        _is_set,
+        "the model has layers whose output for one row depends on the other rows of the batch (no setting changes that)",
+    ),
+    "shift_invariant_positions": (
+        _is_unset,
+        "the model's positions depend on the padding (rotary scaling that follows the longest row, or learned absolute "
+        "positions), so a row cannot be re-aligned without changing its log-probs (no setting changes that)",
+    ),
+    "state_reads_padding": (
+        _is_set,
+        "the model carries a recurrent state through padding, which it does not mask, so a row's log-probs depend on how far "
+        "it is padded (no setting changes that)",
+    ),
+    "off_policy_mask_per_row": (
+        _is_unset,
+        "the off-policy mask (off_policy_mask_threshold) looks at more than one row at a time",
+    ),
+    "multimodal": (_is_set, "the batch carries images or other inputs that are not one tensor row per row"),
+}
+_NEED_ALL_ROWS: _Table = {
+    "kl_in_loss": (
+        _not_zero,
+        "the KL term in the loss (beta={value}) acts on rows whose advantage is zero; 0 switches it off, and "
+        "`kl.placement: reward` charges it in the advantage",
+    ),
+    "value_loss": (_not_zero, "the value loss (coefficient {value}) acts on rows whose advantage is zero"),
+    "surrogate_vanishes": (_is_unset, "the objective's surrogate does not vanish where the advantage is zero"),
+}
+
+
+def _first_broken(table: _Table, conditions: LiveConditions) -> str | None:
+    values = ((getattr(conditions, name), *entry) for name, entry in table.items())
+    return next((sentence.format(value=value) for value, broken, sentence in values if broken(value)), None)
+
+
 def why_stock_batches(conditions: LiveConditions) -> str | None:
     """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient."""
-    c = conditions
-    broken = (
-        (
-            c.local_denominator,
-            "the loss divides by the tokens of its own micro-batch (loss_type='bnpo'), so its value depends on which "
-            "rows share one; `loss_type='dapo'` divides by all of them",
-        ),
-        (
-            c.entropy_bonus != 0,
-            f"the entropy bonus (entropy_coef={c.entropy_bonus}) is a mean over all tokens of each micro-batch; "
-            "entropy_coef=0 switches it off",
-        ),
-        (
-            c.adaptive_entropy,
-            "the adaptive entropy controller (use_adaptive_entropy=True) measures the entropy of every row; False switches it off",
-        ),
-        (
-            c.entropy_quantile < 1,
-            f"the entropy threshold (top_entropy_quantile={c.entropy_quantile}) is a quantile over all tokens of each "
-            "micro-batch; 1.0 switches it off",
-        ),
-        (
-            c.moe_aux_loss != 0,
-            f"the load-balancing loss of the experts (router_aux_loss_coef={c.moe_aux_loss}) reads every token; 0 switches it off",
-        ),
-        (
-            c.dropout > 0,
-            f"dropout is active (p={c.dropout}; disable_dropout=True and lora_dropout=0 switch it off), so the random "
-            "masks depend on the layout of the micro-batches",
-        ),
-        (
-            c.layer_drop > 0,
-            f"layers are skipped at random (layerdrop={c.layer_drop} in the model's config), and which ones is drawn "
-            "anew for each micro-batch; layerdrop=0 there switches it off",
-        ),
-        (
-            c.router_noise > 0,
-            f"noise is added in the experts' routing (router_jitter_noise={c.router_noise} in the model's config), and it "
-            "depends on the layout of the micro-batches; 0.0 there switches it off",
-        ),
-        (
-            c.random_forward,
-            "the model's forward drew random numbers in the first step, so it depends on the layout of the micro-batches",
-        ),
-        (
-            c.embedding_noise != 0,
-            f"noise is added to the embeddings (neftune_noise_alpha={c.embedding_noise}), and it depends on the layout "
-            "of the micro-batches; None switches it off",
-        ),
-        (
-            c.batch_dependent_layers,
-            "the model has layers whose output for one row depends on the other rows of the batch (no setting changes that)",
-        ),
-        (
-            not c.shift_invariant_positions,
-            "the model's positions depend on the padding (rotary scaling that follows the longest row, or learned absolute "
-            "positions), so a row cannot be re-aligned without changing its log-probs (no setting changes that)",
-        ),
-        (
-            c.state_reads_padding,
-            "the model carries a recurrent state through padding, which it does not mask, so a row's log-probs depend on how far "
-            "it is padded (no setting changes that)",
-        ),
-        (
-            not c.off_policy_mask_per_row,
-            "the off-policy mask (off_policy_mask_threshold) looks at more than one row at a time",
-        ),
-        (c.multimodal, "the batch carries images or other inputs that are not one tensor row per row"),
-    )
-    return next((reason for is_broken, reason in broken if is_broken), None)
+    return _first_broken(_NEED_STOCK, conditions)
 
 
 def why_all_rows(conditions: LiveConditions) -> str | None:
@@ -156,19 +195,7 @@ def why_all_rows(conditions: LiveConditions) -> str | None:
     Every reason of `why_stock_batches` counts here too. The other direction does not hold: with a KL term every row must
     be computed, but in any grouping.
     """
-    c = conditions
-    if (reason := why_stock_batches(c)) is not None:
-        return reason
-    if c.kl_in_loss != 0:
-        return (
-            f"the KL term in the loss (beta={c.kl_in_loss}) acts on rows whose advantage is zero; 0 switches it off, and "
-            "`kl.placement: reward` charges it in the advantage"
-        )
-    if c.value_loss != 0:
-        return f"the value loss (coefficient {c.value_loss}) acts on rows whose advantage is zero"
-    if not c.surrogate_vanishes:
-        return "the objective's surrogate does not vanish where the advantage is zero"
-    return None
+    return why_stock_batches(conditions) or _first_broken(_NEED_ALL_ROWS, conditions)
 
 
 def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

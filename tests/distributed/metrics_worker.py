@@ -1,18 +1,22 @@
-"""One training on two ranks whose metrics are recomputed by hand on rank 0: ``metrics_worker.py MODEL OUT KIND``."""
+"""Trainings on two ranks whose metrics are recomputed by hand on rank 0, and ``update/bytes_moved``: ``metrics_worker.py MODEL OUT``."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distributed.exchange_worker import expected_bytes
 from grpo_lab import LabConfig
+from grpo_lab.trainer.step.exact_update import ExactUpdate
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, problems
 
@@ -20,6 +24,26 @@ KINDS = {
     "token": {"objective": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05},
     "sequence": {"objective": "gspo", "epsilon": 0.01, "epsilon_high": 0.012},
 }
+
+
+class Counted(ExactUpdate):
+    """Counts what comes to this rank by loops over the plan's rows."""
+
+    came: ClassVar[list[int]] = []
+
+    def _exchanged(self, window: list[dict[str, Any]], found: Any) -> Any:
+        budget, plan, rows = super()._exchanged(window, found)
+        accelerator, mine = self.trainer.accelerator, range(sum(part["prompt_ids"].size(0) for part in window))
+        total = expected_bytes(window, plan, accelerator)
+        unmoved = window[0].get("policy_unmoved")
+        if unmoved is None or unmoved.all():  # first pass: log-probs come home for the second one, 4 bytes a token
+            lengths = [int(n) for part in window for n in part["completion_mask"].sum(1)]
+            here = {row for one in plan.bins[accelerator.process_index] for row in one}
+            planned = {row for bins in plan.bins for one in bins for row in one}
+            places = {place: accelerator.process_index * len(mine) + place for place in mine}
+            total += sum(4 * lengths[place] for place, row in places.items() if row in planned - here)
+        Counted.came.append(total)
+        return budget, plan, rows
 
 
 def main(model_folder: str, out: str) -> None:
@@ -42,9 +66,14 @@ def main(model_folder: str, out: str) -> None:
             processing_class=tokenizer,
             rollout_func=config.script,
         )
+        Counted.came = []
+        trainer._update.__class__ = Counted
         trainer.train()
+        came = [sum(step) / 2 for step in zip(*gather_object([Counted.came]), strict=True)]
         if trainer.accelerator.is_main_process:
             seen = check_steps(trainer.steps, [row for row in trainer.state.log_history if "loss" in row], config)
+            assert [row["update/bytes_moved"] for row in trainer.state.log_history if "loss" in row] == came
+            assert min(came) > 0
             (Path(out) / f"{kind}.txt").write_text(" ".join(sorted(seen)))
         trainer.accelerator.wait_for_everyone()
 

@@ -210,10 +210,10 @@ def test_denominators_counted_after_skipping_would_be_seen(
     original, plans = exact_update.ExactUpdate._bin_loss, []
     make_plan = exact_update.ExactUpdate._plan
 
-    def planned(self: Any, table: Any, budget: int) -> Any:
-        plan = make_plan(self, table, budget)
+    def planned(self: Any, numbers: Any, budget: int, found: Any) -> Any:
+        plan = make_plan(self, numbers, budget, found)
         rows = [row for rank in plan.bins for rows in rank for row in rows]
-        plans.append((float(len(rows)), table.loss_mask[rows].sum()))
+        plans.append((float(len(rows)), numbers.scored[rows].sum()))
         return plan
 
     def after_skipping(self: Any, model: Any, rows: Any, denominators: Any) -> Any:

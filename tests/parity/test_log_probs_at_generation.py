@@ -30,7 +30,7 @@ class Recorder:
     def __call__(self, trainer: Any) -> None:
         generate = trainer._generate_and_score_completions
         if isinstance(trainer, LabTrainer):
-            trainer.exact_update.probe.why_stock()  # asked once a run; its forwards are not those of a generation batch
+            trainer.exact_update.verdict.probe.why_stock()  # asked once a run; its forwards are not those of a generation batch
 
         def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
             if not torch.is_grad_enabled():

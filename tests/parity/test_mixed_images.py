@@ -15,7 +15,6 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.step.exact_update import verdict
 from parity.harness import assert_same_movement
 from parity.stock_like import Case, metric_differences, run
 from parity.tiny_vlm import SIDE
@@ -56,4 +55,4 @@ def test_text_and_images_in_one_optimizer_step(models: dict[str, Path], tmp_path
 @pytest.mark.slow
 def test_text_alone_is_still_cut_into_bins(models: dict[str, Path], tmp_path: Path) -> None:
     case = Case("text", {"max_steps": 1}, lambda models: vision(models, with_pictures=False), model="llava")
-    assert verdict(run(LabTrainer, LabConfig, case, models, tmp_path).trainer).stock is None
+    assert run(LabTrainer, LabConfig, case, models, tmp_path).trainer.exact_update.verdict.now().stock is None

@@ -64,6 +64,7 @@ ELSEWHERE = {
     "update/resample_rounds": "training/test_resample.py",
     "update/resampled_share": "training/test_resample.py",
     "update/completions_generated": "training/test_resample.py",
+    "update/bytes_moved": "distributed/metrics_worker.py",
 }
 HERE = {
     *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),

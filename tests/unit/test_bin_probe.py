@@ -29,7 +29,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model, tiny_tokenizer
-from grpo_lab.trainer.step.exact_update import verdict
 from parity.harness import arguments, mixed_reward, movement_bound, movement_difference, problems, train
 
 WORDS = len(tiny_tokenizer())
@@ -100,7 +99,7 @@ def test_the_model_answers(name: str, precision: str, tmp_path: Path) -> None:
     asked.model.get_input_embeddings().eval()
     modes = [module.training for module in asked.model.modules()]
     state = torch.get_rng_state()
-    apart, bound = asked.exact_update.probe._measured()
+    apart, bound = asked.exact_update.verdict.probe._measured()
     print(f"{name}: {apart:.1e} nats per token apart, bound {bound:.1e}")
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in asked.model.modules()] == modes
@@ -111,7 +110,7 @@ def test_the_model_answers(name: str, precision: str, tmp_path: Path) -> None:
 def test_half_weights_are_given_their_rounding(tmp_path: Path) -> None:
     asked = trainer("qwen2", tmp_path)
     asked.model.to(torch.bfloat16)
-    apart, bound = asked.exact_update.probe._measured()
+    apart, bound = asked.exact_update.verdict.probe._measured()
     assert apart <= bound
     assert bound >= 0.1
 
@@ -120,7 +119,7 @@ def test_too_few_positions_are_not_asked(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level("INFO", logger="grpo_lab")
     asked = trainer("qwen2", tmp_path)
     asked.model.config.max_position_embeddings = 15
-    assert verdict(asked).stock is None
+    assert asked.exact_update.verdict.now().stock is None
     assert caplog.text.count("not asked: whether the model's log-probs") == 1
 
 

@@ -31,7 +31,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.step.exact_update import verdict
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
     dropout_rate,
@@ -169,9 +168,10 @@ def test_in_training(
     run = train(LabTrainer, config, saved(name, tmp_path / "model"))
     shares = [row["update/computed_share"] for row in run.history if "loss" in row]
     assert [share < 1 for share in shares] == [True] * steps_in_bins + [False] * (3 - steps_in_bins)
-    assert verdict(run.trainer).stock == verdict(run.trainer).all_rows
+    found = run.trainer.exact_update.verdict.now()
+    assert found.stock == found.all_rows
     if reason is None:
-        assert verdict(run.trainer).stock is None
+        assert found.stock is None
     else:
         assert caplog.text.count(reason) == 1
 

@@ -161,15 +161,21 @@ def test_what_cannot_be_a_part_is_refused() -> None:
     assert "x" not in SURROGATES
 
 
-def test_a_rule_of_level_token_needs_its_first_stage() -> None:
+def test_a_rule_is_callable_whatever_its_level() -> None:
     @dataclass(frozen=True)
     class Mine:
         level: ClassVar[str] = "token"
 
-    with pytest.raises(ValueError, match="level 'token', but no method `normalised"):
-        register_advantage("mine", Mine)
+        def __call__(self, table: Any) -> Any:
+            return table
+
+    class Silent:
+        level = "token"
+
+    with pytest.raises(ValueError, match="must be a class with `__call__`"):
+        register_advantage("mine", Silent)
     Mine.level = "word"
-    with pytest.raises(ValueError, match=r"level 'word'; it must be one of \('row', 'token'\)"):
+    with pytest.raises(ValueError, match=r"`level` is 'word'; it must be one of \('row', 'token'\)"):
         register_advantage("mine", Mine)
 
 

@@ -135,7 +135,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 "settings": self._settings(),
                 "step": self._done,
                 "left_out": problem,
-                "random_forward": trainer.exact_update.saw_randomness,
+                "random_forward": trainer.exact_update.verdict.saw_randomness,
                 "window": self._window([loss for _, loss in told]),
                 "completions": self._completions(),
             }
@@ -272,7 +272,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 "the batch is generated again, and the rest of its micro-batches are trained on that",
                 level=logging.WARNING,
             )
-        trainer.exact_update.saw_randomness |= manifest["random_forward"]
+        trainer.exact_update.verdict.saw_randomness |= manifest["random_forward"]
         if window is not None:
             self._loss = (window["losses"][trainer.accelerator.process_index], window["last_logged"])
             trainer._metrics["train"].clear()

@@ -112,7 +112,7 @@ class Resampler:
         mine = index[trainer.accelerator.process_index * local :][:local]
         tokens = merged.loss_mask[index].sum()
         fields = {name: value[mine] for name, value in merged.fields.items()}
-        batch = {**first.batch, **fields, "num_items_in_batch": tokens}
+        batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
         carried = Carried(batch)
         old = carried.old_logps
         if old is not None and trainer.algorithm.objective is not None:  # TRL's loss reads them as they are

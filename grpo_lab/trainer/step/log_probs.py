@@ -16,7 +16,6 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.step.exact_update import verdict
 from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.part_questions import has_team_parts
 from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
@@ -49,7 +48,7 @@ class GenerationForwards:
         wanted = misaligned or corrected
         if not trainer.model.training or not (wanted or trainer.beta != 0) or not trainer.loss_is_ours:
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
-        found = verdict(trainer)
+        found = trainer.exact_update.verdict.now()
         in_bins = found.stock is None
         switches = misaligned and has_team_parts(
             trainer

@@ -33,7 +33,8 @@ from grpo_lab.trainer.step.row_table import positions_at_generation
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.step.row_table import RowTable
+    from grpo_lab.trainer.step.exchange import Exchange
+    from grpo_lab.trainer.step.verdict import Verdict
 
 
 def unmoved_rows(batch: dict[str, Any]) -> Tensor:
@@ -78,34 +79,21 @@ def old_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class Kept:
-    """Log-probs of some rows of an optimizer step's table, collected bin by bin, for the ranks that own the rows."""
+    """Log-probs of some rows of an optimizer step, collected bin by bin, for the ranks that the rows come from."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[list[int], Tensor]] = []
+        self.parts: list[tuple[list[int], Tensor]] = []
 
     def add(self, rows: list[int], logps: Tensor) -> None:
         if rows:
-            self._parts.append((rows, logps.detach()))
-
-    def local(self, trainer: StepPort, table: RowTable, count: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows ``[count, T]``, 0 where no bin held one, and bool ``[count, 1]``, where one did. A collective."""
-        dtype = self._parts[0][1].dtype if self._parts and trainer.accelerator.num_processes == 1 else torch.float32
-        found = torch.zeros(table.fields["completion_ids"].shape, dtype=dtype, device=table.offset.device)
-        made = torch.zeros(found.size(0), 1, device=found.device)
-        for rows, logps in self._parts:
-            found[rows, : logps.size(1)] = logps.to(dtype)
-            made[rows] = 1
-        if trainer.accelerator.num_processes > 1:  # each row is in one bin of one rank
-            found, made = (trainer.accelerator.reduce(values, reduction="sum") for values in (found, made))
-        first = trainer.accelerator.process_index * count
-        return found[first : first + count], made[first : first + count] > 0
+            self.parts.append((rows, logps.detach()))
 
 
 class OldPolicy:
     """What is left of the current generation batch after the step at hand, and its old log-probs."""
 
     def __init__(
-        self, trainer: StepPort, log_probs_of: Callable[[list[dict[str, Any]]], tuple[Kept, RowTable]]
+        self, trainer: StepPort, log_probs_of: Callable[[list[dict[str, Any]], Verdict], tuple[Kept, Exchange]]
     ) -> None:
         self._trainer = trainer
         self._log_probs_of = log_probs_of
@@ -134,27 +122,29 @@ class OldPolicy:
         ahead, buffer = set(self._ahead()), self._buffer
         return [p if p in ahead and awaits(buffer[p]) else None for p in self._here(window)]
 
-    def before_update(self, window: int) -> None:
-        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step."""
+    def before_update(self, window: int, verdict: Verdict) -> int:
+        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes that this rank received."""
         ahead, buffer = self._ahead(), self._buffer
         known: set[int | None] = set(self._here(window))
-        size = self._trainer.phase.accumulation
+        size, received = self._trainer.phase.accumulation, 0
         for start in range(0, len(ahead), size):
             step = ahead[start : start + size]
             if any(p not in known and awaits(buffer[p]) for p in step):
-                found, table = self._log_probs_of([buffer[p] for p in step])
-                self._hand_out(found, table, [p if p not in known and awaits(buffer[p]) else None for p in step], step)
+                found, rows = self._log_probs_of([buffer[p] for p in step], verdict)
+                self._hand_out(found, rows, [p if p not in known and awaits(buffer[p]) else None for p in step], step)
+                received += rows.bytes_received
             known.update(step)
+        return received
 
-    def keep(self, found: Kept, table: RowTable, window: list[dict[str, Any]]) -> None:
+    def keep(self, found: Kept, rows: Exchange, window: list[dict[str, Any]]) -> None:
         """The training forward's log-probs into the micro-batches that come again."""
         here: list[Any] = self._here(len(window))
-        self._hand_out(found, table, self._again(len(window)), here, window)
+        self._hand_out(found, rows, self._again(len(window)), here, window)
 
     def _hand_out(
         self,
         found: Kept,
-        table: RowTable,
+        rows: Exchange,
         wanted: list[int | None],
         places: list[Any],
         batches: list[dict[str, Any]] | None = None,
@@ -162,10 +152,10 @@ class OldPolicy:
         buffer = self._buffer
         batches = batches or [buffer[p] for p in places]
         sizes = [batch["completion_ids"].size(0) for batch in batches]
-        local, made = found.local(self._trainer, table, sum(sizes))
-        for place, logps, rows, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
+        local, made = rows.home(found.parts)
+        for place, logps, done, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
             if place is not None:
-                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], rows)
+                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], done)
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:

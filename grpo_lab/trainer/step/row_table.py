@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 from grpo_lab.trainer.carried import loss_mask
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
-#: per-row field of a batch that was put together from several: the row's ``offset`` in the batch that it was generated in
+#: key, in TRL's dict of a batch that was put together from several, of each row's ``RowTable.offset`` in the batch that it was generated in
 POSITION_OFFSET = "position_offset"
 #: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
-_FILL = {"importance_sampling_ratio": 1}
+FILL = {"importance_sampling_ratio": 1}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Bin:
 
     ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool outputs).
     ``fields`` are the table's per-row tensors cut to the bin, per-token ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for
-    each completion token, its log-prob among the ``L - 1`` of the forward.
+    each completion token, its log-prob among the ``L - 1`` of the forward. ``micro_batch`` long ``[n]``: which one of the step TRL had
+    the row in; ``token_count`` float ``[n]``: TRL's token denominator of the row's generation batch (both where the step's numbers
+    are known, see ``row_numbers``).
     """
 
     input_ids: Tensor
@@ -38,6 +40,8 @@ class Bin:
     take: Tensor
     loss_mask: Tensor
     fields: dict[str, Tensor]
+    micro_batch: Tensor | None = None
+    token_count: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,19 @@ class RowTable:
     """``N`` rows: prompts left-padded to P, completions right-padded to T, and what belongs to each row.
 
     ``offset`` is the position index that TRL's padding gives the first prompt token of the row (TRL feeds no position
-    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers.
+    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]`` that
+    follow the completion.
     """
 
     fields: dict[str, Tensor]
     offset: Tensor
+    per_token: frozenset[str]
 
     @staticmethod
     def of(window: list[dict[str, Any]]) -> RowTable:
         """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
         rows = [_row_fields(batch) for batch in window]
-        names = set.intersection(*(set(row) for row in rows))
+        names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET}
         offset = torch.cat(
             [row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row["prompt_mask"].sum(1)) for row in rows]
         )
@@ -63,20 +69,21 @@ class RowTable:
         fields = {
             name: torch.cat([_widen(name, row[name], widths.get(name)) for row in rows]) for name in sorted(names)
         }
-        return RowTable(fields, offset)
+        return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order; the same on every rank."""
+        """The rows of all ranks, in rank order; the same on every rank. Everything travels: a step exchanges only what moves (``exchange``)."""
         if accelerator.num_processes == 1:
             return self
         fields = {}
         for name, value in self.fields.items():
             if value.dim() > 1:
                 value = accelerator.pad_across_processes(
-                    value, dim=1, pad_index=_FILL.get(name, 0), pad_first=name.startswith("prompt_")
+                    value, dim=1, pad_index=FILL.get(name, 0), pad_first=is_of_prompt(name)
                 )
             fields[name] = accelerator.gather(value.contiguous())
-        return RowTable(fields, accelerator.gather(self.offset))
+        widths = {name: value.size(1) for name, value in fields.items() if value.dim() > 1}
+        return RowTable(fields, accelerator.gather(self.offset), per_token_fields(widths))
 
     @property
     def prompt_lengths(self) -> Tensor:
@@ -119,7 +126,7 @@ class RowTable:
         fields = {
             name: value[index] for name, value in self.fields.items() if name not in ("prompt_ids", "prompt_mask")
         }
-        fields = {name: value[:, :width] if self._is_per_token(name) else value for name, value in fields.items()}
+        fields = {name: value[:, :width] if name in self.per_token else value for name, value in fields.items()}
         loss_mask = self.loss_mask[index, :width] & bool(rows)
         own = (
             loss_mask.gather(1, (steps - prompt.unsqueeze(1)).clamp(0, width - 1))
@@ -139,9 +146,20 @@ class RowTable:
             fields=fields,
         )
 
-    def _is_per_token(self, name: str) -> bool:
-        value = self.fields[name]
-        return name in COMPLETION_FIELDS or (value.dim() > 1 and value.size(1) == self.fields["completion_ids"].size(1))
+
+def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
+    """Fields that follow the completion, from the widths over all ranks: TRL's, and a team's that are as wide."""
+    wide = widths.get("completion_ids")
+    return frozenset(
+        name
+        for name, width in widths.items()
+        if name in COMPLETION_FIELDS or (width == wide and not is_of_prompt(name))
+    )
+
+
+def is_of_prompt(name: str) -> bool:
+    """Whether a field belongs to the prompt, and is padded on the left."""
+    return name.startswith("prompt_")
 
 
 def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
@@ -173,8 +191,8 @@ def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
     if width is None or value.size(1) == width:
         return value
     missing = width - value.size(1)
-    edges = (missing, 0) if name.startswith("prompt_") else (0, missing)
-    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=_FILL.get(name, 0))
+    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
+    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
 
-__all__ = ["POSITION_OFFSET", "Bin", "RowTable", "positions_at_generation"]
+__all__ = ["FILL", "POSITION_OFFSET", "Bin", "RowTable", "is_of_prompt", "per_token_fields", "positions_at_generation"]

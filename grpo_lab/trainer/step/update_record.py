@@ -13,19 +13,8 @@ from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.step.row_table import RowTable
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
-
-    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
-    """
-
-    stock: str | None
-    all_rows: str | None
-    chosen: bool = False
+    from grpo_lab.trainer.step.row_numbers import RowNumbers
+    from grpo_lab.trainer.step.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -66,19 +55,31 @@ class UpdateRecord:
         """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason, and the price in the first step."""
         return self._described or _described(found)
 
-    def in_bins(self, plan: Plan, table: RowTable, window: list[dict[str, Any]], found: Verdict, budget: int) -> None:
-        """A step that was computed in bins; ``window`` holds this rank's micro-batches, all of one size on every rank."""
+    def in_bins(
+        self,
+        plan: Plan,
+        numbers: RowNumbers,
+        window: list[dict[str, Any]],
+        found: Verdict,
+        budget: int,
+        received: int,
+    ) -> None:
+        """A step that was computed in bins; ``window`` holds this rank's micro-batches, all of one size on every rank, ``received`` the bytes
+        that came to this rank for it."""
         world = self.trainer.accelerator.num_processes
         stock = world * sum(
             (b["prompt_ids"].size(1) + b["completion_ids"].size(1)) * b["prompt_ids"].size(0) for b in window
         )
         rows = sum(len(rows) for rank in plan.bins for rows in rank)
-        self._record(rows, table.offset.numel(), plan.tokens_live, plan.tokens_computed, stock)
+        if world > 1:
+            moved = torch.tensor([float(received)], device=self.trainer.accelerator.device)
+            self.trainer.recorder.book("train").add("update/bytes_moved", moved, 1.0)
+        self._record(rows, len(numbers), plan.tokens_live, plan.tokens_computed, stock)
         if found.all_rows is None:
             self._described = {**_described(found), **_price(plan.tokens_computed, plan.tokens_computed, stock)}
         elif not self.trainer.recorder.has_said(_key(found.all_rows)):
-            live = live_rows(table.advantages, table.loss_mask).long()
-            lengths = torch.stack([table.prompt_lengths, table.completion_lengths, live], dim=1)
+            live = numbers.contributes.long()
+            lengths = torch.stack([numbers.prompt_lengths, numbers.completion_lengths, live], dim=1)
             self._say(found, found.all_rows, plan.tokens_computed, self._needed(lengths, budget), stock)
 
     def as_trl(self, inputs: dict[str, Any], found: Verdict, budget: int | None) -> None:
@@ -142,4 +143,4 @@ def _price(computed: int, needed: int, stock: int) -> dict[str, int]:
     return {"first_step_tokens": computed, "first_step_tokens_live_in_bins": needed, "first_step_tokens_stock": stock}
 
 
-__all__ = ["UpdateRecord", "Verdict"]
+__all__ = ["UpdateRecord"]

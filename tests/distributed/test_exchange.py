@@ -1,0 +1,18 @@
+"""Three ranks exchange only the rows that move, and hold, to the bit, what a table of everything would give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distributed.launch import HERE, RECIPES, accelerate_launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+def test_two_hundred_random_steps(tmp_path: Path) -> None:
+    """Bins, what comes home, bytes; ranks padded to different widths, fields per row, per token and of a team's own, NaN, no row at all."""
+    out = tmp_path / "refused.txt"
+    accelerate_launch(RECIPES / "ddp.yaml", 3, [str(HERE / "exchange_worker.py"), str(out)], 300)
+    assert "the ranks' micro-batches hold different fields" in out.read_text()
