@@ -1,4 +1,4 @@
-"""Process supervision beside outcome supervision on the quick start's problems: one cold start a seed, equal numbers of updates.
+"""Process supervision beside outcome supervision on the quick start's problems: one cold start, equal numbers of updates.
 
     python scripts/compare_process.py                 # 3 seeds x 2 arms: table, figure, comparison.json under runs/compare/process
     python scripts/compare_process.py --stop-after 1  # at most one training now; the next call goes on with the rest
@@ -6,7 +6,7 @@
 Both arms are GRPO on the same rows with the same settings. "outcome" has the accuracy of the final answer; "steps and outcome" has
 ``EquationSteps`` beside it (``advantage: process``, both weights 1). The cold start is not the quick start's own: its writer reads
 every problem rightly and it stops early, so that what is left to learn is arithmetic and reading in about equal parts, and the
-written equations are at times wrong. The outcome arm logs the share of right equations, too (weight 0).
+written equations are at times wrong. It is shared; seeds change the problems and the sampling. The outcome arm logs the share of right equations, too (weight 0).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 
 from compare_arms import smooth, spread
 
+from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
 from grpo_lab.rewards import EquationSteps
 from grpo_lab.rewards.completion import completion_text
+from grpo_lab.trainer.supervised.cold_start import cold_start
 
 RECIPE = "recipes/quickstart/dr_grpo.yaml"
 ACCURACY = {"name": "accuracy", "mode": "strict"}
@@ -36,9 +38,9 @@ ARMS: dict[str, dict[str, Any]] = {
         "rewards": [ACCURACY, {"name": "equation_steps", "weight": 1.0}],
     },
 }
-COLD_STEPS = 200
+COLD_SEED, COLD = 7, {"cold_start.max_steps": 200, "cold_start.data.misread": 0.0}
 #: a third of the quick start's learning rate, which is made for its own cold start and unlearned part of this one's arithmetic
-TRAINING = {"max_steps": 60, "learning_rate": 1.0e-4}
+TRAINING = {"max_steps": 60, "learning_rate": 1.0e-4, "per_device_train_batch_size": 128}
 CURVES = {
     "accuracy of the samples": "rewards/accuracy_reward/mean",
     "share of right equations": "rewards/equation_steps/mean",
@@ -78,15 +80,25 @@ def main() -> None:
     draw(found, args.folder / "process.png")
 
 
+def shared_start(folder: Path) -> Path:
+    """The cold start that all runs begin from, made once."""
+    start = folder / "cold_start"
+    if not (start / "tokenizer_config.json").is_file():
+        seed = COLD_SEED
+        recipe = read_recipe(RECIPE, {"cold_start.data.seed": seed, **COLD})
+        model, tokenizer = parts.load_model(recipe.model, seed)
+        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+        cold_start(
+            model, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
+        )
+        tokenizer.save_pretrained(start)
+    return start
+
+
 def run_arm(arm: str, seed: int, folder: Path, extra: dict[str, Any]) -> None:
-    """The first arm of a seed makes the cold start, the others begin from it."""
-    output, start = folder / f"{arm.replace(' ', '_')}-{seed}", folder / f"{next(iter(ARMS))}-{seed}" / "cold_start"
+    output = folder / f"{arm.replace(' ', '_')}-{seed}"
     settings = {"output_dir": str(output), "seed": seed, "data.seed": seed, "name": arm, "disable_tqdm": True}
-    settings |= {**TRAINING, **extra}
-    if arm == next(iter(ARMS)):
-        settings |= {"cold_start.data.seed": seed, "cold_start.data.misread": 0.0, "cold_start.max_steps": COLD_STEPS}
-    else:
-        settings |= {"model": {"path": str(start)}, "cold_start": None}
+    settings |= {"model": {"path": str(shared_start(folder))}, "cold_start": None, **TRAINING, **extra}
     outcome = train(read_recipe(RECIPE, {**settings, **ARMS[arm]}), overwrite=True)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     curves = {metric: [row[metric] for row in rows if metric in row] for metric in CURVES.values()}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from grpo_lab.rewards.completion import completion_text
@@ -210,9 +210,9 @@ class SplitStepReward(StepReward):
         """One score a step; ``None`` = not scored."""
 
     def score_all(
-        self, prompts: Sequence[Any], steps: Sequence[list[str]], **columns: Any
+        self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> Sequence[Sequence[float | None]]:
-        """``score_texts`` of every completion."""
+        """``score_texts`` of every completion. ``columns``: what TRL hands over besides; rows may have a column of any name."""
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
@@ -229,7 +229,7 @@ class SplitStepReward(StepReward):
         texts = [completion_text(completion) for completion in completions]
         cuts = [list(self.split(text)) for text in texts]
         steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
-        scores = self.score_all(prompts, steps, **columns)
+        scores = self.score_all(prompts, steps, columns)
         return [self._placed(*one) for one in zip(completion_ids, cuts, scores, strict=True)]
 
     def _placed(self, ids: Sequence[int], cuts: list[int], scores: Sequence[float | None]) -> StepScores:

@@ -6,7 +6,7 @@ part by part; the label of a step stands on the last token of its separator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,15 +91,10 @@ class TokenClassificationSteps(SplitStepReward):
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
         if self.column is not None:
             raise ValueError(f"`column` is {self.column!r}: {self.name} needs the row's columns, call `score_all`")
-        return self.score_all([prompt], [steps])[0]
+        return self.score_all([prompt], [steps], {})[0]
 
     def score_all(
-        self,
-        prompts: Sequence[Any],
-        steps: Sequence[list[str]],
-        *,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
+        self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
             raise ValueError(
@@ -117,8 +112,8 @@ class TokenClassificationSteps(SplitStepReward):
             for row, good in zip(batch, self._good([read[i].ids for i in batch]), strict=True):
                 scores[row] = [None if place is None else good[place] for place in read[row].places]
         asked = [place for one in read for place in one.places]
-        if log_metric is not None and asked:
-            log_metric(f"{self.name}/beyond_share", asked.count(None) / len(asked))
+        if columns.get("log_metric") is not None and asked:
+            columns["log_metric"](f"{self.name}/beyond_share", asked.count(None) / len(asked))
         return scores
 
     def _read(self, prompt: Any, steps: Sequence[str], begun: dict[str, list[int]]) -> _Read:
@@ -186,7 +181,7 @@ class TokenClassificationSteps(SplitStepReward):
             device = torch.device(self.device)
         model = self._model
         if model.training or next(model.parameters()).device != device:
-            self._model = model = model.to(device).eval().requires_grad_(False)
+            self._model = model = model.to(device).eval()
         return model, device
 
 
@@ -212,12 +207,16 @@ def _config(source: str) -> Any:
 def _tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
+    reason = "nothing that could be read as one"
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        if tokenizer("1 + 1\n", add_special_tokens=False)[
+            "input_ids"
+        ]:  # transformers makes an empty one where there is none
+            return tokenizer
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`model` {source!r} has no tokenizer beside it: give `model_tokenizer` ({str(error).splitlines()[0]})"
-        ) from error
+        reason = str(error).splitlines()[0]
+    raise ValueError(f"`model` {source!r} has no tokenizer beside it ({reason}): give `model_tokenizer`")
 
 
 def _weights(source: str) -> Any:

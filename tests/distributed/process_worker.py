@@ -42,7 +42,7 @@ def build(model: str, out: Path, update: str, ranks: int) -> LabTrainer:
     """Twelve rows a step in three micro-batches, so that on 4 ranks no rank holds a whole group."""
     settings = {
         "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4,
-        "learning_rate": LR, "save_strategy": "steps", "save_steps": STOP, "ddp_find_unused_parameters": False,
+        "learning_rate": LR, "save_strategy": "steps", "save_steps": STOP, "ddp_find_unused_parameters": True,
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
     return LabTrainer(
@@ -70,7 +70,8 @@ def main(model: str, out: str) -> None:
         again = build(model, folder / "again", update, ranks)
         again.train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{STOP}"))
         made = gather_object([whole.rollout_func.batches])
-        batches = [[sum((rank[call][part] for rank in made), []) for part in (0, 1)] for call in range(len(made[0]))]
+        calls_made = range(len(made[0]))
+        batches = [[[ids for rank in made for ids in rank[call][part]] for part in (0, 1)] for call in calls_made]
         calls = gather_object([again.rollout_func.calls])
         if whole.accelerator.is_main_process:
             torch.save({"whole": weights(whole), "resumed": weights(again)}, Path(out) / f"{update}.pt")

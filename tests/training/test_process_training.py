@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rewards import EquationSteps, step_reward, steps_as_outcome
+from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.train import train as pipeline
+from grpo_lab.rewards import EquationSteps, TokenClassificationSteps, step_reward, steps_as_outcome
 from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, assert_same_movement, mixed_reward, problems, train
 from process_oracle import LR, PROCESS, literal, ragged_steps, replayed, scored
+from step_judge import saved_judge
 
 
 @step_reward
@@ -132,3 +138,62 @@ def test_as_an_outcome_anywhere(tiny_folder: Path, tmp_path: Path) -> None:
     done = run(tmp_path, tiny_folder, [steps_as_outcome(ragged_steps)], "grpo", max_steps=1)
     assert "rewards/ragged_steps/mean" in done.history[0]
     assert len(problems()) == 12
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_the_steps(tiny_folder: Path, tmp_path: Path) -> None:
+    """In its own tokens, beside an outcome in ours; as an outcome in stock TRL. The logged mean is that of its scores."""
+    judge = TokenClassificationSteps(saved_judge(tmp_path / "judge"), split=every_nine)
+    given = {"max_steps": 1, "gradient_accumulation_steps": 1, "reward_weights": [0.5, 1.0]}
+    done = run(tmp_path, tiny_folder, [judge, mixed_reward()], **given)
+    tokenizer = done.trainer._tokenizer
+    assert judge.tokenizer is tokenizer
+    row = done.history[0]
+    assert row["rewards/token_classification_steps/beyond_share"] == 0
+    (((_, completions)),) = done.trainer.rollout_func.batches
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    prompts = done.trainer._tokenizer.batch_decode(done.trainer.rollout_func.batches[0][0])
+    scores = steps_as_outcome(judge)(prompts, texts, completion_ids=completions)
+    logged = row["rewards/token_classification_steps/mean"]
+    assert logged == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+    assert any(not torch.equal(value, done.start[name]) for name, value in done.weights.items())
+
+    alone = TokenClassificationSteps(tmp_path / "judge", split=every_nine, tokenizer=tokenizer)
+    settings = arguments(tmp_path / "stock", max_steps=1, gradient_accumulation_steps=1)
+    stock = train(GRPOTrainer, GRPOConfig(**settings), tiny_folder, reward=[steps_as_outcome(alone)])
+    assert stock.history[0]["rewards/token_classification_steps/mean"] == pytest.approx(logged, abs=1e-5)
+
+
+def every_nine(text: str) -> list[int]:
+    """Random tokens hold no lines: a step every nine characters."""
+    return [*range(9, len(text), 9), len(text)] if text.strip() else []
+
+
+@pytest.mark.slow
+def test_a_mixture_from_a_recipe(tmp_path: Path) -> None:
+    judge = saved_judge(tmp_path / "judge")
+    rewards = [
+        {"name": "accuracy", "mode": "strict"},
+        {"name": "equation_steps", "weight": 0.25},
+        {
+            "name": "token_classification_steps",
+            "weight": 0.5,
+            "model": str(judge),
+            "column": "question",
+            "batch_size": 4,
+        },
+    ]
+    recipe = {
+        "name": "process", "model": {"tiny": {"hidden_size": 16, "num_layers": 1, "initializer_range": 0.2}},
+        "data": {"loader": "word_problems", "n": 8, "template": "chat"}, "rewards": rewards, "objective": PROCESS,
+        "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "max_steps": 1, "logging_steps": 1,
+        "save_strategy": "no", "gradient_checkpointing": False, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    facts = dry_run(recipe_from(recipe))
+    assert "process" in facts["algorithm"]
+    pipeline(recipe_from(recipe))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    named = {name.split("/")[1] for name in rows[0] if name.startswith("rewards/") and name.endswith("/mean")}
+    assert named >= {"accuracy_reward", "token_classification_steps"}
+    with pytest.raises(ValueError, match="advantage: process"):
+        dry_run(recipe_from({**recipe, "objective": "grpo"}))

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForTokenClassification
+from tokenizers import pre_tokenizers
 
 from grpo_lab.pipelines.parts import build_reward
 from grpo_lab.pipelines.recipe import RewardSection
 from grpo_lab.rewards import TokenClassificationSteps, steps_as_outcome
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.tokenizer import tiny_tokenizer
+from step_judge import byte_tokenizer, judge_model, saved_judge
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -25,36 +25,9 @@ PROMPTS = ["Ann has 3 packs of 4.", "Ben has 20.", "Ben has 20."]
 TEXTS = ["3 * 4 = 12\n  so she has 12.  \n\n#### 12", "20 - 5 = 16", "first\nsecond\nthird\nfourth ½ × 6 = 3"]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: no token of it is one of the policy's."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(
-        models.BPE(vocab={letter: place for place, letter in enumerate(["<s>", "<pad>", *letters])}, merges=[])
-    )
-    inner.pre_tokenizer, inner.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        decoders.ByteLevel(),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", pad_token="<pad>")
-
-
-def judge_model(**changes: Any) -> Qwen2ForTokenClassification:
-    settings = {
-        "vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "classifier_dropout": 0.5,
-        "id2label": {0: "bad", 1: "good"}, **changes,
-    }  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return Qwen2ForTokenClassification(Qwen2Config(**settings))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("judge")
-    judge_model().save_pretrained(place)
-    byte_tokenizer().save_pretrained(place)
-    return place
+    return saved_judge(tmp_path_factory.mktemp("judge"))
 
 
 def ids_of(text: str) -> list[int]:
@@ -112,7 +85,7 @@ def test_loading_leaves_the_random_state_and_dropout_is_off(folder: Path) -> Non
     assert reward._model is None, "the weights are read when they are first needed"
     assert call(reward) == call(reward)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not any(parameter.requires_grad for parameter in reward._model.parameters())
+    assert not reward._model.training
     given = TokenClassificationSteps(judge_model().train(), byte_tokenizer(), tokenizer=tiny_tokenizer())
     assert call(given) == call(reward)
     assert call(pickle.loads(pickle.dumps(reward))) == call(reward)
@@ -144,7 +117,7 @@ def test_messages_need_a_template_or_a_column(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"no chat template.*`column`"):
         call(reward, messages)
     by_column = TokenClassificationSteps(folder, column="question", tokenizer=tiny_tokenizer())
-    assert call(by_column, messages, question=PROMPTS) == call(reward)
+    assert call(by_column, messages, question=PROMPTS, steps=[1, 2, 2]) == call(reward)
     with pytest.raises(ValueError, match=r"reads the column 'question' .* rows have \['solution'\]"):
         call(by_column, messages, solution=PROMPTS)
     words = byte_tokenizer()
