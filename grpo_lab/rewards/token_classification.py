@@ -6,7 +6,7 @@ part by part; the label of a step stands on the last token of its separator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ class TokenClassificationSteps(SplitStepReward):
     def _ids(self, text: str) -> list[int]:
         return list(self.model_tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _good(self, batch: list[list[int]]) -> Iterator[list[float]]:
+    def _good(self, batch: list[list[int]]) -> list[list[float]]:
         """p(good) at every token, a list a row."""
         import torch
 
@@ -166,7 +166,7 @@ class TokenClassificationSteps(SplitStepReward):
                 f"{self.source} answered with logits {tuple(logits.shape)}; [{len(batch)}, {width}, labels] is needed"
             )
         good = logits.float().softmax(-1)[..., self.good].cpu()
-        return iter([row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)])
+        return [row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)]
 
     def _loaded(self) -> tuple[Any, torch.device]:
         import torch

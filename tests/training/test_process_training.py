@@ -149,7 +149,7 @@ def test_a_reward_model_scores_the_steps(tiny_folder: Path, tmp_path: Path) -> N
     tokenizer = done.trainer._tokenizer
     assert judge.tokenizer is tokenizer
     row = done.history[0]
-    assert row["rewards/token_classification_steps/beyond_share"] == 0
+    assert row["token_classification_steps/beyond_share"] == 0
     (((_, completions)),) = done.trainer.rollout_func.batches
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     prompts = done.trainer._tokenizer.batch_decode(done.trainer.rollout_func.batches[0][0])
