@@ -83,7 +83,7 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         _remainder,
     ),
     (re.compile(r"= ?(\d{1,9})(?=[^=;\n]{0,20}\bremainder\b)"), rf"= {_NOT_READ} \1"),
-    (re.compile(r"(?<![\d.%])(\d[\d.]{0,15}) ?[-+] ?(?=\d[\d.]{0,15} ?\\?%)"), _NOT_READ),
+    (re.compile(r"(?<![\d.%])(\d[\d.]{0,15}) ?[-+] ?(?=\d[\d.]{0,15} ?\\?%(?! of\b))"), _NOT_READ),
     (re.compile(r"(\d[\d.]{0,15}) ?\\?% of (?=[\d(])"), r"(\1/100)*"),
     (re.compile(r"(?<![\d./=] )(?<![\d./=])(\d{1,6} ?/ ?\d{1,6}) of (?=[\d(])"), r"(\1)*"),
     (re.compile(r"\b(?:of|mod|percent)(?: (?:the|all|his|her|its|their|these|those))? (?=[\d(])"), _NOT_READ),
