@@ -32,6 +32,8 @@ REWARDS = {
     "think_format": "ThinkFormatReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
+    "equation_steps": "EquationSteps",
+    "token_classification_steps": "TokenClassificationSteps",
 }
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
 """TRL's, built by ``grpo_lab.trainer.trl_bridge.rewards``."""

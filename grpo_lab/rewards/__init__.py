@@ -18,6 +18,7 @@ _HOMES = {
     "group_reward": "group_function",
     "EquationSteps": "equation_steps",
     "StepReward": "steps",
+    "TokenClassificationSteps": "token_classification",
     "step_reward": "steps",
     "steps_as_outcome": "steps",
 }
@@ -30,6 +31,7 @@ __all__ = [
     "LanguageConsistencyReward",
     "StepReward",
     "ThinkFormatReward",
+    "TokenClassificationSteps",
     "group_reward",
     "kimi_length_reward",
     "step_reward",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
+    from grpo_lab.rewards.token_classification import TokenClassificationSteps
 
 
 def __getattr__(name: str) -> Any:

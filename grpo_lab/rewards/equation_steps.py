@@ -20,11 +20,11 @@ class EquationSteps(SplitStepReward):
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).
 
     Args:
-        split: ``text -> ends`` of the steps in characters; default: lines.
-        tokenizer: ``None``: the trainer's.
+        split: ``text -> ends`` of the steps in characters, or ``"line"`` (default), ``"paragraph"``.
+        tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
     """
 
-    def __init__(self, split: Splitter = by_line, tokenizer: Any = None) -> None:
+    def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
         super().__init__(split, tokenizer)
         self.__name__ = "equation_steps"
 

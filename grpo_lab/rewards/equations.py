@@ -15,25 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from grpo_lab.rewards.equation_writing import ABOUT, plain
+
 #: longest side of an equation that is read, in characters, and deepest nesting
 MAX_SIDE, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 400, 60, 64, 2048
 
-_PLAIN = [
-    (re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\(?:text|mathrm)\s*\{[^{}]{0,60}\}"), " ? "),
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]{1,60})\}\s*\{([^{}]{1,60})\}"), r"((\1)/(\2))"),
-    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|[×⋅·∙]"), "*"),
-    (re.compile(r"\\div(?![a-zA-Z])|÷"), "/"),
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"[−–]"), "-"),
-    (re.compile(r"\\?\$|[€£]|\\\(|\\\)|\\\[|\\\]|&"), ""),
-    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\\?%\s+of\s+(?=[\d(])"), "/100*"),
-    (re.compile(r"(?<=\d)\s*\\?%(?!\s*\d)"), "/100"),
-    (re.compile(r"(?<=[\d)\s])[xX]\s*(?=[\d.(])"), " * "),
-    (re.compile(r"[½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]"), " ? "),
-    (re.compile(r"\bof\b(?=\s*\d)"), " ? "),
-]
 #: GSM8K's calculator: ``3 * 4 = <<3*4=12>>12``
 _CALCULATOR = re.compile(r"<<([^<>]{1,200})>>")
 _TOKEN = re.compile(
@@ -84,9 +70,7 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
 def _chains(text: str) -> Iterator[list[str]]:
     calculations = "".join(f"{inside}\n" for inside in _CALCULATOR.findall(text))
     text = calculations + _CALCULATOR.sub(" ", text)
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
-    for sentence in _BREAK.split(text):
+    for sentence in _BREAK.split(plain(text)):
         if sentence is not None and "=" in sentence:
             sides = _SIGN_OF_EQUALITY.split(sentence)
             if len(sides) > 1:
@@ -97,14 +81,17 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
     found: list[Equation] = []
     name: str | None = None
     for place, (before, after) in enumerate(itertools.pairwise(sides)):
+        about, after = after.lstrip().startswith(ABOUT), after.lstrip().removeprefix(ABOUT)
         left, right = _piece(before, at_its_end=True), _piece(after, at_its_end=False)
         starts = place == 0 or any(kind == "word" for *_, kind in _tokens(before))
         if starts:
             name = left if left is not None and re.fullmatch(r"[A-Z]", left) else None
         sets = starts and name is not None
         values = None if left is None or sets else _value(left, known), None if right is None else _value(right, known)
-        if left is not None and right is not None and values[0] is not None and values[1] is not None:
-            found.append(Equation(left, right, _same(values[0], values[1], right)))
+        counted = place == 0 and left is not None and right is not None and _counts(before, left, right)
+        if left is not None and right is not None and values[0] is not None and values[1] is not None and not counted:
+            same = _about if about else _same
+            found.append(Equation(left, right, same(values[0], values[1], right)))
         if name is not None and values[1] is not None:
             known[name] = values[1]
     return found
@@ -122,10 +109,27 @@ def _same(left: Fraction, right: Fraction, written: str) -> bool:
 
     ``18 / 450 * 100 = 4%`` is meant as it is written: a bare percentage is its number, too.
     """
-    if left == right or (re.fullmatch(r"\s*\d*\.?\d+/100\s*", written) and left == 100 * right):
+    if left == right or (re.fullmatch(r"\s*\(\d*\.?\d+/100\)\s*", written) and left == 100 * right):
         return True
     decimals = re.fullmatch(r"[\s(\[{-]*\d*\.(\d+)[\s)\]}]*", written)
     return decimals is not None and abs(left - right) <= Fraction(1, 2 * 10 ** len(decimals[1]))
+
+
+def _about(left: Fraction, right: Fraction, written: str) -> bool:
+    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``≈ 4``, ``1,234 ≈ 1,200``)."""
+    digits = re.fullmatch(r"[\s(\[{+-]*(\d*)\.?(\d*)(/100)?[\s)\]}]*", written)
+    if digits is None:
+        return left == right
+    whole, decimals, percent = digits.groups()
+    unit = Fraction(1, 10 ** len(decimals)) if decimals else Fraction(10 ** (len(whole) - len(whole.rstrip("0"))))
+    return abs(left - right) < unit / (100 if percent else 1)
+
+
+def _counts(before: str, left: str, right: str) -> bool:
+    """Whether a lone number behind words is set to another (``4 boxes with 6 = 24``): something was counted that is not written."""
+    lone = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
+    said = any(kind == "word" for *_, kind in _tokens(before))
+    return said and lone.fullmatch(left) is not None and lone.fullmatch(right) is not None
 
 
 def _piece(side: str, at_its_end: bool) -> str | None:
@@ -145,7 +149,7 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
     """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``): alone it says something else."""
     if first:
-        if side[run[0][0] - 1 : run[0][0]].isalnum():
+        if side[: run[0][0]] and not (side[run[0][0] - 1].isspace() or side[run[0][0] - 1] in "\"'`*_~:.,"):
             return True
         head = side[run[0][0] : run[0][1]].strip()
         spaced = side[run[0][1] : run[0][1] + 1].isspace()

@@ -16,8 +16,9 @@ In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from grpo_lab.rewards.completion import completion_text
@@ -125,6 +126,31 @@ def by_line(text: str) -> list[int]:
     return ends
 
 
+def by_paragraph(text: str) -> list[int]:
+    """Ends of the paragraphs (blank lines part them), without the space at their ends."""
+    ends, start = [], 0
+    for block in re.split(r"(\n\s*\n)", text):
+        if block.strip():
+            ends.append(start + len(block.rstrip()))
+        start += len(block)
+    return ends
+
+
+SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
+"""By the names that a recipe may use."""
+
+
+def splitter(split: Splitter | str) -> Splitter:
+    """A splitter by its name. Raises ``ValueError`` for another name."""
+    if isinstance(split, str):
+        if split not in SPLITTERS:
+            raise ValueError(
+                f"`split` is {split!r}; it must be one of {sorted(SPLITTERS)}, or a function `text -> ends`"
+            )
+        return SPLITTERS[split]
+    return split
+
+
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any) -> list[int]:
     """For each end in characters the index of the token that holds the character before it; the last step ends with the completion.
 
@@ -169,19 +195,25 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Splits texts into steps and scores these: implement ``score_texts``.
+    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all completions at once).
 
     Args:
-        split: ``text -> ends`` in characters; by default every line that is not blank is a step.
-        tokenizer: ``None``: the trainer's.
+        split: ``text -> ends`` in characters, or ``"line"`` (default: every line that is not blank) or ``"paragraph"``.
+        tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
     """
 
-    def __init__(self, split: Splitter = by_line, tokenizer: Any = None) -> None:
-        self.split, self.tokenizer = split, tokenizer
+    def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
+        self.split, self.tokenizer = splitter(split), tokenizer
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
         """One score a step; ``None`` = not scored."""
+
+    def score_all(
+        self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
+    ) -> Sequence[Sequence[float | None]]:
+        """``score_texts`` of every completion. ``columns``: what TRL hands over besides; rows may have a column of any name."""
+        return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
         self,
@@ -194,14 +226,14 @@ class SplitStepReward(StepReward):
             raise ValueError(
                 f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); LabTrainer does so"
             )
-        return [
-            self._of_one(prompt, completion_text(completion), ids)
-            for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True)
-        ]
+        texts = [completion_text(completion) for completion in completions]
+        cuts = [list(self.split(text)) for text in texts]
+        steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
+        scores = self.score_all(prompts, steps, columns)
+        return [self._placed(*one) for one in zip(completion_ids, cuts, scores, strict=True)]
 
-    def _of_one(self, prompt: Any, text: str, ids: Sequence[int]) -> StepScores:
-        cuts = list(self.split(text))
-        scores = self.score_texts(prompt, [text[a:b] for a, b in zip([0, *cuts], cuts)])
+    def _placed(self, ids: Sequence[int], cuts: list[int], scores: Sequence[float | None]) -> StepScores:
+        """At the tokens where the steps end; of steps that end within one token the worst score stands."""
         merged: dict[int, float | None] = {}
         for end, score in zip(token_ends(ids, cuts, self.tokenizer), scores, strict=bool(ids)):
             before = merged.get(end)
@@ -214,8 +246,10 @@ __all__ = [
     "StepReward",
     "StepScores",
     "by_line",
+    "by_paragraph",
     "checked_steps",
     "mean_score",
+    "splitter",
     "step_reward",
     "steps_as_outcome",
     "token_ends",

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import random
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rewards import EquationSteps, step_reward, steps_as_outcome
+from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.train import train as pipeline
+from grpo_lab.rewards import EquationSteps, TokenClassificationSteps, step_reward, steps_as_outcome
 from grpo_lab.testing.rollouts import ScriptedRollout
-from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, problems, train
-
-GROUP, LR = 4, 0.2
-PROCESS = {"name": "grpo", "advantage": "process"}
-
-
-def scored(ids: list[int]) -> list[tuple[int, float | None]]:
-    """Ragged and scripted: none to four steps, some that end before the completion does, some unscorable."""
-    rng = random.Random(str(ids))
-    ends = sorted(rng.sample(range(len(ids)), rng.randrange(0, min(len(ids), 4) + 1)))
-    return [(end, rng.choice([0.0, 0.5, 1.0, None])) for end in ends]
-
-
-@step_reward
-def ragged_steps(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> Any:
-    return [scored(ids) for ids in completion_ids]
+from parity.harness import LENGTHS, Run, arguments, assert_same_movement, mixed_reward, problems, train
+from process_oracle import LR, PROCESS, literal, ragged_steps, replayed, scored
+from step_judge import saved_judge
 
 
 @step_reward
@@ -52,55 +42,14 @@ def run(folder: Path, model: Path, rewards: Any, objective: Any = PROCESS, **set
     return train(LabTrainer, config, model, rollout=rollout, reward=rewards)
 
 
-def literal(rows: list[list[tuple[int, float | None]]], lengths: list[int]) -> list[list[float]]:
-    """DeepSeekMath §4.1.3, number by number; the standard deviation with n − 1 and ε = 1e-4, as in outcome GRPO."""
-    found = []
-    for start in range(0, len(rows), GROUP):
-        group = rows[start : start + GROUP]
-        scores = [score for row in group for _, score in row if score is not None]
-        mean = math.fsum(scores) / len(scores) if scores else 0.0
-        std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
-        for row, length in zip(group, lengths[start : start + GROUP], strict=True):
-            made = [(end, (s - mean) / (std + 1e-4)) for end, s in row if s is not None]
-            found.append([math.fsum(value for end, value in made if end >= t) for t in range(length)])
-    return found
-
-
-def replayed(model_folder: Path, batches: list[Any], updates: int) -> dict[str, torch.Tensor]:
-    """The same training in float64, one row after the other: clipped GRPO with an advantage per token."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
-
-    def logps(prompt: list[int], ids: list[int]) -> torch.Tensor:
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
-
-    for prompts, completions in batches:
-        advantages = literal([scored(ids) for ids in completions], [len(ids) for ids in completions])
-        with torch.no_grad():
-            old = [logps(p, c) for p, c in zip(prompts, completions, strict=True)]
-        for _ in range(updates):
-            model.zero_grad()
-            for prompt, ids, before, advantage in zip(prompts, completions, old, advantages, strict=True):
-                a = torch.tensor(advantage, dtype=torch.float64)
-                ratio = (logps(prompt, ids) - before).exp()
-                loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean() / len(completions)
-                loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= LR * parameter.grad
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["exact", "off"])
-@pytest.mark.parametrize("updates", [1, 2])
-def test_against_loops_in_float64(update: str, updates: int, tiny_folder: Path, tmp_path: Path) -> None:
-    ours = run(tmp_path, tiny_folder, [ragged_steps], update=update, num_iterations=updates, max_steps=4)
-    expected = replayed(tiny_folder, ours.trainer.rollout_func.batches, updates)
-    stock = Run([], [], expected, ours.start, [], None)
-    # float32 against float64: of a movement of about 1e-1 after four steps, gradients relative 1e-6 whose signs partly cancel
-    assert movement_difference(ours, stock) < 1e-4
-    assert len(ours.trainer.rollout_func.batches) == 4 // updates
+def test_against_loops_in_float64(update: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """One update a generation; two, resumed between them, on 1, 2 and 4 ranks: ``tests/distributed/test_process_ranks.py``."""
+    ours = run(tmp_path, tiny_folder, [ragged_steps], update=update, max_steps=4)
+    expected = replayed(tiny_folder, ours.trainer.rollout_func.batches, 1)
+    assert_same_movement(ours, Run([], [], expected, ours.start, [{"step": 4}], None))
+    assert len(ours.trainer.rollout_func.batches) == 4
     assert "rewards/ragged_steps/mean" in ours.history[0]
 
 
@@ -189,3 +138,62 @@ def test_as_an_outcome_anywhere(tiny_folder: Path, tmp_path: Path) -> None:
     done = run(tmp_path, tiny_folder, [steps_as_outcome(ragged_steps)], "grpo", max_steps=1)
     assert "rewards/ragged_steps/mean" in done.history[0]
     assert len(problems()) == 12
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_the_steps(tiny_folder: Path, tmp_path: Path) -> None:
+    """In its own tokens, beside an outcome in ours; as an outcome in stock TRL. The logged mean is that of its scores."""
+    judge = TokenClassificationSteps(saved_judge(tmp_path / "judge"), split=every_nine)
+    given = {"max_steps": 1, "gradient_accumulation_steps": 1, "reward_weights": [0.5, 1.0]}
+    done = run(tmp_path, tiny_folder, [judge, mixed_reward()], **given)
+    tokenizer = done.trainer._tokenizer
+    assert judge.tokenizer is tokenizer
+    row = done.history[0]
+    assert row["token_classification_steps/beyond_share"] == 0
+    (((_, completions)),) = done.trainer.rollout_func.batches
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    prompts = done.trainer._tokenizer.batch_decode(done.trainer.rollout_func.batches[0][0])
+    scores = steps_as_outcome(judge)(prompts, texts, completion_ids=completions)
+    logged = row["rewards/token_classification_steps/mean"]
+    assert logged == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+    assert any(not torch.equal(value, done.start[name]) for name, value in done.weights.items())
+
+    alone = TokenClassificationSteps(tmp_path / "judge", split=every_nine, tokenizer=tokenizer)
+    settings = arguments(tmp_path / "stock", max_steps=1, gradient_accumulation_steps=1)
+    stock = train(GRPOTrainer, GRPOConfig(**settings), tiny_folder, reward=[steps_as_outcome(alone)])
+    assert stock.history[0]["rewards/token_classification_steps/mean"] == pytest.approx(logged, abs=1e-5)
+
+
+def every_nine(text: str) -> list[int]:
+    """Random tokens hold no lines: a step every nine characters."""
+    return [*range(9, len(text), 9), len(text)] if text.strip() else []
+
+
+@pytest.mark.slow
+def test_a_mixture_from_a_recipe(tmp_path: Path) -> None:
+    judge = saved_judge(tmp_path / "judge")
+    rewards = [
+        {"name": "accuracy", "mode": "strict"},
+        {"name": "equation_steps", "weight": 0.25},
+        {
+            "name": "token_classification_steps",
+            "weight": 0.5,
+            "model": str(judge),
+            "column": "question",
+            "batch_size": 4,
+        },
+    ]
+    recipe = {
+        "name": "process", "model": {"tiny": {"hidden_size": 16, "num_layers": 1, "initializer_range": 0.2}},
+        "data": {"loader": "word_problems", "n": 8, "template": "chat"}, "rewards": rewards, "objective": PROCESS,
+        "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "max_steps": 1, "logging_steps": 1,
+        "save_strategy": "no", "gradient_checkpointing": False, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    facts = dry_run(recipe_from(recipe))
+    assert "process" in facts["algorithm"]
+    pipeline(recipe_from(recipe))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    named = {name.split("/")[1] for name in rows[0] if name.startswith("rewards/") and name.endswith("/mean")}
+    assert named >= {"accuracy_reward", "token_classification_steps"}
+    with pytest.raises(ValueError, match="advantage: process"):
+        dry_run(recipe_from({**recipe, "objective": "grpo"}))

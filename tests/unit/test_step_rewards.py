@@ -161,6 +161,7 @@ def test_first_wrong_step_of_real_solutions(grpo_lab_data: Path) -> None:
         scores = EquationSteps.judge(row["steps"])
         first = scores.index(0.0) + 1 if 0.0 in scores else None
         found += first == row["first_error_step_1based"]
+    print(f"first wrong step found in {found} of n = {len(rows)} ({found / len(rows):.1%})")
     assert found >= 0.9 * len(rows), f"{found} of {len(rows)}"
 
 

@@ -1,0 +1,40 @@
+"""``advantage: process`` on 1, 2 and 4 real ranks, two updates a generation, whole and resumed between them: the float64 loop's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.process_worker import UPDATES
+from parity.harness import Run, assert_same_movement
+from process_oracle import GROUP, replayed, scored
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_final_weights(ranks: int, tiny_folder: Path, tmp_path: Path) -> None:
+    config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")
+    accelerate_launch(config, ranks, [str(HERE / "process_worker.py"), str(tiny_folder), str(tmp_path)], timeout=300)
+    start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
+    for update in UPDATES:
+        report = json.loads((tmp_path / f"{update}.json").read_text())
+        assert report["world"] == ranks
+        assert [len(completions) for _, completions in report["batches"]] == [12, 12]
+        assert report["calls after"] == [0] * ranks, "the resumed run goes on inside the second generation"
+        shapes = {
+            tuple(len(scored(ids)) for ids in rows[at : at + GROUP])
+            for _, rows in report["batches"]
+            for at in (0, 4, 8)
+        }
+        assert len(shapes) > 3, "ragged"
+        found = torch.load(tmp_path / f"{update}.pt", weights_only=True)
+        assert all(torch.equal(value, found["whole"][name]) for name, value in found["resumed"].items())
+        expected = replayed(tiny_folder, report["batches"], 2)
+        ours = Run([], [], found["resumed"], start, [], None)
+        assert_same_movement(ours, Run([], [], expected, start, [{"step": 4}], None))
