@@ -12,6 +12,7 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.masked import safe
 from grpo_lab.objectives.aggregation import Aggregation
 from grpo_lab.objectives.kl import KLTerm
+from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT
 
 Surrogate = Callable[[TokenBatch], Tensor]
 """``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
@@ -75,9 +76,12 @@ class Objective:
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``."""
+        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``; of a plain product the rows that are held."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
+        if self.ratio == "product":
+            acts = (batch.advantages != 0).any(dim=1, keepdim=True)
+            values = {**values, "product_ratio/held_mean": (batch.log_ratio >= MAX_LOG_PRODUCT) & acts}
         return values
 
 

@@ -218,11 +218,12 @@ def agree_on_advantages(args: Any, rule: Any) -> None:
 
 def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
     """Whole responses are weighed as a whole."""
-    whole = algorithm.objective is not None and algorithm.objective.whole_response
-    mode = args.vllm_importance_sampling_mode
-    if whole and args.use_vllm and args.vllm_importance_sampling_correction and mode.startswith("token"):
+    objective, mode = algorithm.objective, args.vllm_importance_sampling_mode
+    if objective is None or not objective.whole_response:
+        return
+    if args.use_vllm and args.vllm_importance_sampling_correction and mode.startswith("token"):
         raise ValueError(
-            f"`vllm_importance_sampling_mode` is {mode!r}, and the surrogate of `objective` is about whole responses: use "
+            f"`vllm_importance_sampling_mode` is {mode!r}, and objective {objective.name!r} is about whole responses: use "
             "'sequence_mask' (TRL's default) or 'sequence_truncate', or switch `vllm_importance_sampling_correction` off"
         )
 

@@ -334,7 +334,7 @@ def test_reward_schedules_are_logged_and_kept_over_a_resume(tmp_path: Path) -> N
         (
             {"objective": MIRROR, "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
             accuracy_reward,
-            "mirror descent is about whole responses",
+            "objective 'mirror_descent' is about whole responses",
         ),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from grpo_lab.masked import masked_sum, safe
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tables")]
 
 
 def soft_clip(batch: TokenBatch) -> Tensor:

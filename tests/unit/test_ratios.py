@@ -108,6 +108,8 @@ def test_a_long_product_is_held_in_log_space_and_never_no_number(dtype: torch.dt
         (gradient,) = torch.autograd.grad(loss, logps, retain_graph=True)
         assert loss.isfinite()
         assert (gradient == 0).all()
+        said = Objective("x", push, sequence_mean, "product").diagnostics(batch)["product_ratio/held_mean"]
+        assert said.flatten().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("level", RATIO_LEVELS)
