@@ -139,8 +139,17 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
 
     def get_server_info(self) -> dict[str, Any]:
+        """The server's resolved configuration (TRL 1.15's client cannot ask for it)."""
         with server_errors(self.base_url):
-            info: dict[str, Any] = super().get_server_info()
+            response = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"})
+        if response.status_code == 404:
+            raise RuntimeError(
+                f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it with "
+                "`grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment)"
+            )
+        if response.status_code != 200:
+            raise ServerGone(f"{self.base_url}/server_info answered {response.status_code}: {response.text[:500]}")
+        info: dict[str, Any] = response.json()["vllm_config"]
         return info
 
     @property

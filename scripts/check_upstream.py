@@ -1,0 +1,264 @@
+"""What another release of TRL moves under our feet, without installing or importing it.
+
+    python scripts/check_upstream.py 1.17.0             # downloads the wheel with pip, compares with the installed release
+    python scripts/check_upstream.py 1.13.0 --diff      # with the changed code, method by method
+    python scripts/check_upstream.py --wheel FILE --base 1.15.0
+
+Reads both releases as text (AST, comments and docstrings left out), and of ours what is imported from ``trl``, overridden, called and read.
+Prints one line a name: ``same``, ``body`` (other code under the same signature), ``signature``, ``gone``.
+Exit code: 0 nothing that we rely on has moved; 1 code moved under names that stand; 2 a name or signature is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import runpy
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "grpo_lab"
+BRIDGE = PACKAGE / "trainer" / "trl_bridge"
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+ORDER = ("same", "body", "signature", "gone")
+GONE = "gone"
+
+
+class Release:
+    """One unpacked TRL: its top-level classes, functions and constants by name."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.found: dict[str, list[tuple[str, ast.stmt]]] = {}
+        for file in sorted(folder.rglob("*.py")):
+            module = ".".join(file.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
+            for node in _top_level(ast.parse(file.read_text())):
+                for defined in _names(node):
+                    self.found.setdefault(defined, []).append((module, node))
+
+    def get(self, name: str, module: str = "trl") -> ast.stmt | None:
+        """The definition of ``name``, the one in ``module`` (or nearest below it) where several files have one."""
+        places = self.found.get(name, [])
+        inside = [node for where, node in places if where == module]
+        aside = ".experimental" if ".experimental" not in module else " "
+        below = [node for where, node in places if where.startswith(f"{module}.") and aside not in where]
+        return next(iter(inside or below), None)
+
+    def has(self, name: str, module: str) -> bool:
+        """Whether ``from module import name`` can work: defined there or below it, or ``name`` is a module."""
+        return self.get(name, module) is not None or any(
+            where == f"{module}.{name}" for places in self.found.values() for where, _ in places
+        )
+
+    def method(self, kind: str, name: str) -> Definition | None:
+        """``kind.name``, through the bases that are TRL's."""
+        node = self.get(kind)
+        if not isinstance(node, ast.ClassDef):
+            return None
+        for item in node.body:
+            if isinstance(item, Definition) and item.name == name:
+                return item
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in self.found]
+        return next((found for base in bases if (found := self.method(base, name))), None)
+
+    def attributes(self, kind: str) -> set[str]:
+        """What the class and its bases of TRL define or assign to ``self``."""
+        node = self.get(kind)
+        if not isinstance(node, ast.ClassDef):
+            return set()
+        found = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and _is_self(n)}
+        found |= {name for item in node.body for name in _names(item)}
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in self.found:
+                found |= self.attributes(base.id)
+        return found
+
+
+def _top_level(tree: ast.AST) -> Iterator[ast.stmt]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If | ast.Try):  # names that stand under a condition
+            yield from _top_level(node)
+        elif isinstance(node, ast.stmt):
+            yield node
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, Definition):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _is_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def code(node: ast.stmt | None) -> str:
+    """The code without docstrings (``ast`` drops comments)."""
+    if node is None:
+        return ""
+    copy = ast.parse(ast.unparse(node))
+    for inner in ast.walk(copy):
+        if isinstance(inner, Definition) and ast.get_docstring(inner) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return ast.unparse(copy)
+
+
+def parameters(node: ast.stmt | None) -> str:
+    return ast.unparse(node.args) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One name that we rely on, in the two releases."""
+
+    name: str
+    why: str
+    state: str
+    diff: str = ""
+
+
+def compared(name: str, why: str, old: ast.stmt | None, new: ast.stmt | None, releases: tuple[str, str]) -> Finding:
+    before, after = code(old), code(new)
+    if before == after and new is not None:
+        return Finding(name, why, "same")
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), *releases, lineterm="", n=2)
+    if old is None or new is None:
+        return Finding(name, why, GONE if new is None else "signature", "\n".join(lines))
+    return Finding(name, why, "body" if parameters(old) == parameters(new) else "signature", "\n".join(lines))
+
+
+def imports_of_trl() -> set[tuple[str, str]]:
+    """``(module, name)`` of everything that grpo_lab imports from ``trl``."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
+                found |= {(node.module or "", alias.name) for alias in node.names}
+    return found
+
+
+def our_subclasses(release: Release) -> Iterator[tuple[str, str]]:
+    """``(class of TRL, method)`` that a class of ours overrides or calls through ``super()``."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for base in (b.id for b in node.bases if isinstance(b, ast.Name) and b.id in release.found):
+                methods = {item.name for item in node.body if isinstance(item, Definition)}
+                yield from ((base, name) for name in sorted(methods) if release.method(base, name) is not None)
+
+
+def findings(old: Release, new: Release) -> list[Finding]:
+    names, pair = runpy.run_path(str(BRIDGE / "names.py")), (f"trl {old.name}", f"trl {new.name}")
+    result = [
+        Finding(f"{module}.{name}", "imported", "same" if new.has(name, module) else GONE)
+        for module, name in sorted(imports_of_trl())
+    ]
+    methods = {("GRPOTrainer", name) for name in names["METHODS"]} | set(our_subclasses(old))
+    for kind, name in sorted(methods):
+        before, after = old.method(kind, name), new.method(kind, name)
+        if before is not None or after is not None:  # else it is transformers' own
+            result.append(compared(f"{kind}.{name}", "overridden or called", before, after, pair))
+    lost = set(names["ATTRIBUTES"]) & old.attributes("GRPOTrainer") - new.attributes("GRPOTrainer")
+    result += [Finding(f"GRPOTrainer.{name}", "read", GONE) for name in sorted(lost)]
+    for module, name in sorted(imports_of_trl()):
+        before, after = old.get(name, module), new.get(name, module)
+        if isinstance(before, ast.FunctionDef):
+            result.append(compared(name, "called", before, after, pair))
+    return result + list(_fields(old, new))
+
+
+def _fields(old: Release, new: Release) -> Iterator[Finding]:
+    """Settings of ``GRPOConfig`` that went, came, or have another type or default."""
+    before, after = (_settings(release) for release in (old, new))
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            state = GONE if name not in after else "body"
+            yield Finding(f"GRPOConfig.{name}", "setting", state, f"-{before.get(name)}\n+{after.get(name)}")
+
+
+def _settings(release: Release) -> dict[str, str]:
+    node = release.get("GRPOConfig")
+    assert isinstance(node, ast.ClassDef), f"trl {release.name} has no GRPOConfig"
+    found = {}
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            keywords = item.value.keywords if isinstance(item.value, ast.Call) else []
+            default = [ast.unparse(k.value) for k in keywords if (k.arg or "").startswith("default")]
+            found[item.target.id] = f"{ast.unparse(item.annotation)} = {', '.join(default)}"
+    return found
+
+
+def unpacked(version: str, wheel: str | None, into: Path) -> Path:
+    """The folder ``trl`` of a release: from a wheel, from the index, or the installed one."""
+    if wheel is None:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into), f"trl=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = sorted(into.glob(f"trl-{version}-*.whl"))
+        if done.returncode or not wheels:
+            sys.exit(f"trl {version} could not be downloaded: {(done.stderr.strip().splitlines() or ['no wheel'])[-1]}")
+        wheel = str(wheels[0])
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(into / version)
+    return into / version / "trl"
+
+
+def installed() -> tuple[Path, str]:
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        sys.exit("no trl is installed to compare with; name one with --base")
+    folder = Path(spec.origin).parent
+    info = next(folder.parent.glob("trl-*.dist-info"))
+    return folder, info.name.split("-")[1].removesuffix(".dist")
+
+
+def verdict_for_users(version: str) -> str:
+    """What whoever installs grpo_lab beside this release reads."""
+    source = ast.parse((BRIDGE / "release.py").read_text())
+    source.body = [node for node in source.body if not isinstance(node, ast.Expr)]  # not the check of the installed one
+    scope: dict[str, object] = {}
+    exec(compile(ast.unparse(source), "release.py", "exec"), scope)
+    try:
+        scope["refuse_untested"](version)  # type: ignore[operator]
+    except ImportError as error:
+        return f"ImportError: {error}"
+    return "nothing: the release is supported"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("version", nargs="?", help="release of TRL to look at, such as 1.17.0")
+    parser.add_argument("--wheel", help="a wheel on disk in place of a download")
+    parser.add_argument("--base", help="release to compare with (default: the installed one)")
+    parser.add_argument("--diff", action="store_true", help="print the changed code as well")
+    args = parser.parse_args()
+    if args.version is None and args.wheel is None:
+        parser.error("name a release, or give --wheel")
+    version = args.version or Path(args.wheel).name.split("-")[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        new = Release(unpacked(version, args.wheel, Path(scratch)), version)
+        folder, name = (unpacked(args.base, None, Path(scratch)), args.base) if args.base else installed()
+        found = findings(Release(folder, name), new)
+    for finding in found:
+        if finding.state != "same":
+            print(f"{finding.state:10}{finding.name}  ({finding.why})")
+            if args.diff and finding.diff:
+                print("\n".join(f"    {line}" for line in finding.diff.splitlines()))
+    counts = Counter(finding.state for finding in found)
+    print(f"trl {version} against {name}: " + ", ".join(f"{counts[state]} {state}" for state in ORDER))
+    print(f"a user of trl {version} reads: {verdict_for_users(version)}")
+    return 2 if counts["signature"] or counts[GONE] else int(bool(counts["body"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

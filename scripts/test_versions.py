@@ -1,0 +1,144 @@
+"""``make test-versions``: fresh environments with the oldest, the newest and mixed releases, and what holds in each.
+
+    python scripts/test_versions.py                # all rows; some minutes each on two cores
+    python scripts/test_versions.py oldest         # one
+
+Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package installed from this
+checkout with the row's pins, and three suites: the contract with TRL's private names, the parity of our objectives with TRL's, and
+the drop-in runs. Prints a table and writes it between the marks of docs/compatibility.md.
+
+TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a GPU; where there is none, its
+``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "build" / "versions"
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- versions: written by scripts/test_versions.py -->", "<!-- end of versions -->"
+SUITES = {
+    "contract": ["tests/contract"],
+    "parity": ["tests/parity/test_presets.py", "tests/parity/test_exact_update.py"],
+    "drop-in": ["tests/parity/test_drop_in.py"],
+}
+SHOWN = ("trl", "transformers", "peft", "accelerate", "datasets", "math-verify")
+TORCH = "torch==2.13.0"
+
+#: name of a row → its pins; what is not named is what pip takes within the ranges of pyproject.toml
+ROWS: dict[str, list[str]] = {
+    "oldest": [
+        *("trl==1.15.0", "transformers==5.0.0", "peft==0.19.0", "accelerate==1.13.0", "datasets==4.7.0"),
+        "math-verify==0.8.0",
+    ],
+    "tested daily": ["-c", "scripts/constraints.txt"],
+    "mixed": ["trl==1.15.0", "transformers==5.17.0", "peft==0.21.2", "accelerate==1.13.0", "datasets==5.2.0"],
+    "newest": ["trl==1.16.0"],
+}
+VLLM_LIMITS = ("transformers<5.18",)  # of the test engine alone; see scripts/constraints.txt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row: releases found in the environment, and each suite's last line."""
+
+    name: str
+    releases: dict[str, str]
+    suites: dict[str, str]
+
+    @property
+    def green(self) -> bool:
+        return all("passed" in line and "failed" not in line and "error" not in line for line in self.suites.values())
+
+
+def environment(name: str) -> Path:
+    """The row's Python, installed where it is not there yet."""
+    folder = HOME / name.replace(" ", "_")
+    python = folder / "bin" / "python"
+    if (folder / ".ready").exists():
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    subprocess.run([*pip, "--retries", "0", "--timeout", "20", *index, TORCH], check=True)
+    subprocess.run([*pip, *ROWS[name], TORCH, "-e", f"{ROOT}[dev]"], check=True, cwd=ROOT)
+    if "trl==1.15.0" in ROWS[name] and not shutil.which("nvidia-smi"):
+        _kernels_in_torch(python)
+    (folder / ".ready").touch()
+    return python
+
+
+def _kernels_in_torch(python: Path) -> None:
+    """TRL 1.15 with the kernels of 1.16 (see the head of this file)."""
+    where = subprocess.run(
+        [str(python), "-c", "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kernels = Path(where.stdout.strip()) / "kernels"
+    with tempfile.TemporaryDirectory() as scratch:
+        download = [str(python), "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, "trl==1.16.0"]
+        subprocess.run(download, check=True)
+        with zipfile.ZipFile(next(Path(scratch).glob("trl-*.whl"))) as wheel:
+            wheel.extractall(scratch)
+        shutil.rmtree(kernels)
+        shutil.copytree(Path(scratch) / "trl" / "kernels", kernels)
+    with (kernels / "__init__.py").open("a") as file:  # 1.15 imports both names or none
+        file.write("\nif not is_triton_available():\n    selective_log_softmax_and_entropy = None\n")
+
+
+def outcome(name: str) -> Outcome:
+    python = environment(name)
+    listing = subprocess.run(
+        [str(python), "-m", "pip", "list", "--format", "freeze"], capture_output=True, text=True, check=True
+    ).stdout
+    releases = dict(line.lower().split("==", 1) for line in listing.splitlines() if "==" in line)
+    suites = {}
+    for suite, paths in SUITES.items():
+        command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not vllm", "-p", "no:cacheprovider", *paths]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
+        suites[suite] = re.sub(r" in [\d.]+s.*", "", last).strip("= ")
+        print(f"{name}: {suite}: {last}", flush=True)
+        if done.returncode:
+            print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))))
+    return Outcome(name, {package: releases.get(package, "?") for package in SHOWN}, suites)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    head = ["environment", *SHOWN, *SUITES]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in outcomes:
+        lines.append(f"| {' | '.join([row.name, *row.releases.values(), *row.suites.values()])} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="default: all")
+    parser.add_argument("--no-write", action="store_true", help="leave docs/compatibility.md as it is")
+    args = parser.parse_args()
+    outcomes = [outcome(name) for name in (args.rows or ROWS)]
+    text = table(outcomes)
+    print(text)
+    if not args.rows and not args.no_write:
+        page = PAGE.read_text()
+        head, rest = page.split(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    return 0 if all(row.green for row in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
