@@ -97,8 +97,9 @@ def record(trainer: StepPort, scored: Scored) -> dict[str, Any]:
     """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
     batch, forwards = scored.batch, scored.forwards
     if forwards.corrected:
-        batch["length_quartile"] = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
-        if "importance_sampling_ratio" in batch:  # TRL made it: it was not put off
+        carried = Carried(batch)
+        carried.length_quartile = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
+        if carried.sampler_weights is not None:  # TRL made it: it was not put off
             record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())
     return batch
 
