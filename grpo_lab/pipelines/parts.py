@@ -31,6 +31,7 @@ REWARDS = {
     "think_format": "ThinkFormatReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
+    "worked_out": "worked_out",
 }
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
 """TRL's, built by ``grpo_lab.trainer.trl_bridge.rewards``."""

@@ -20,6 +20,7 @@ _HOMES = {
     "StepReward": "steps",
     "step_reward": "steps",
     "steps_as_outcome": "steps",
+    "worked_out": "working",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "kimi_length_reward",
     "step_reward",
     "steps_as_outcome",
+    "worked_out",
 ]
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward, group_reward
     from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
+    from grpo_lab.rewards.working import worked_out
 
 
 def __getattr__(name: str) -> Any:
