@@ -28,7 +28,8 @@ def worked_out(completions: list[Any], **_: Any) -> list[float]:
     """1 where a completion writes a calculation down (``works_out``), else 0.
 
     As a reward of weight 0 it changes nothing, and the run logs ``rewards/worked_out/mean``: the share of completions that
-    reason on paper. Paid for, it would teach a model to write calculations, needed or not.
+    reason on paper. Paid for, it would teach a model to write calculations, needed or not. (TRL sums what is scorable: a completion
+    that every other reward calls unscorable counts as 0 with it.)
     """
     return [float(works_out(completion_text(completion))) for completion in completions]
 

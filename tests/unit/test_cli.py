@@ -36,12 +36,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quickstart_is_train_with_the_recipe_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(tmp_path / "out")
-    assert main(["quickstart", "--dry-run", "--max_steps", "7", "--output_dir", folder]) == 0
+    few = ["--data.n", "64", "--cold_start.data.n", "64", "--evaluation.data.n", "8"]
+    words = ["--dry-run", "--max_steps", "7", "--output_dir", str(tmp_path / "out"), *few]
+    assert main(["quickstart", *words]) == 0
     by_name = capsys.readouterr().out.splitlines()
     recipe = RECIPES / "quickstart" / "dr_grpo.yaml"
     assert by_name[0] == f"recipe: {recipe}"
-    assert main(["train", "--config", str(recipe), "--dry-run", "--max_steps", "7", "--output_dir", folder]) == 0
+    assert main(["train", "--config", str(recipe), *words]) == 0
     assert capsys.readouterr().out.splitlines() == by_name[1:]
     assert main(["quickstart", "--dry-run", "--max_step", "7"]) == 2
     assert "did you mean 'max_steps'" in capsys.readouterr().err
