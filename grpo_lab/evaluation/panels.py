@@ -151,8 +151,8 @@ def _working(record: RunRecord) -> list[PanelView]:
     if not shares[0].points:
         return []
     right = next((name for name in record.metrics if re.fullmatch(r"rewards/\w*accuracy\w*/mean", name)), "")
-    shares.insert(0, Line("right", record.first_of(right)))
-    tokens = [Line("tokens", record.first_of("completions/mean_length"))]
+    shares.insert(0, Line("right answers", record.first_of(right)))
+    tokens = [Line("tokens (right axis)", record.first_of("completions/mean_length"))]
     chart = draw(shares, unit="share of completions", share=True, right=tokens, right_unit="tokens per completion")
     meaning = (
         "Training problems, sampled: answers that are right, answers that write a calculation down, and their length."

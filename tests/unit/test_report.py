@@ -148,9 +148,9 @@ def test_working_out_is_one_figure_where_it_was_watched(tmp_path):
     for said in (
         "Accuracy, working out and length",
         "right axis: tokens per completion",
-        "right",
+        "right answers",
         "worked out",
-        "tokens",
+        "tokens (right axis)",
     ):
         assert said in figure, said
 
