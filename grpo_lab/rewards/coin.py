@@ -20,7 +20,8 @@ class CoinReward:
     """A coin for each completion, thrown anew at every call.
 
     The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same coins,
-    ranks throw different ones, and a run that was resumed goes on as the one that was not.
+    ranks throw different ones, and a run that was resumed goes on as the one that was not (where `eval_dataset` throws coins on
+    the way, apart from the batch of the checkpoint itself).
 
     Args:
         p: probability of 1.0.
