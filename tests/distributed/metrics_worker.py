@@ -67,7 +67,7 @@ def main(model_folder: str, out: str) -> None:
             rollout_func=config.script,
         )
         Counted.came = []
-        trainer._update.__class__ = Counted
+        trainer.parts.update.__class__ = Counted
         trainer.train()
         came = [sum(step) / 2 for step in zip(*gather_object([Counted.came]), strict=True)]
         if trainer.accelerator.is_main_process:

@@ -135,8 +135,8 @@ def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path) -> N
             self.column = table.values[:, table.names.index("kl")].tolist()
             return super().compute_advantages(table)
 
-        def _generate_and_score(self, inputs: Any) -> dict[str, Any]:
-            output = super()._generate_and_score(inputs)
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
             expected = []
             for i in range(output["prompt_ids"].size(0)):
                 prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist()

@@ -43,6 +43,8 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
 
 #: documented metrics that the runs above do not have → the test that computes them
 ELSEWHERE = {
+    "product_ratio/held_mean": "unit/test_ratios.py",
+    "rewards/worked_out/mean": "unit/test_working.py",
     "kl/reward_penalty": "parity/test_kl_in_reward.py",
     "accuracy_reward/unscorable_gold": "unit/test_accuracy.py",
     "accuracy_reward/timeout": "unit/test_accuracy.py",

@@ -179,7 +179,7 @@ def test_learned_positions_are_those_at_generation(name: str, tmp_path: Path) ->
 
     class Team(LabTrainer):
         def token_loss(self, batch: Any) -> Any:
-            if hasattr(self, "_update") and self.state.global_step == 0 and batch.logps.dtype == torch.float32:
+            if hasattr(self, "parts") and self.state.global_step == 0 and batch.logps.dtype == torch.float32:
                 gaps.append(batch.log_ratio[batch.mask].abs().max().item())
             return super().token_loss(batch)
 
