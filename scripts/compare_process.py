@@ -3,10 +3,9 @@
     python scripts/compare_process.py                 # 3 seeds x 2 arms: table, figure, comparison.json under runs/compare/process
     python scripts/compare_process.py --stop-after 1  # at most one training now; the next call goes on with the rest
 
-Both arms are GRPO on the same rows with the same settings. "outcome" has the accuracy of the final answer; "steps and outcome" has
-``EquationSteps`` beside it (``advantage: process``, both weights 1). The cold start is not the quick start's own: its writer reads
-every problem rightly and it stops early, so that what is left to learn is arithmetic and reading in about equal parts, and the
-written equations are at times wrong. It is shared; seeds change the problems and the sampling. The outcome arm logs the share of right equations, too (weight 0).
+Both arms are GRPO on the same rows with the same settings, from the quick start's own cold start (seed 0), which blurts most answers. "outcome" has the
+accuracy of the final answer; "steps and outcome" has ``EquationSteps`` beside it (``advantage: process``, both weights 1). The cold start is
+shared; seeds change the problems and the sampling. The outcome arm logs the share of right equations, too (weight 0).
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ ARMS: dict[str, dict[str, Any]] = {
         "rewards": [ACCURACY, {"name": "equation_steps", "weight": 1.0}],
     },
 }
-COLD_SEED, COLD = 7, {"cold_start.max_steps": 200, "cold_start.data.misread": 0.0}
-#: a third of the quick start's learning rate, which is made for its own cold start and unlearned part of this one's arithmetic
-TRAINING = {"max_steps": 60, "learning_rate": 1.0e-4, "per_device_train_batch_size": 128}
+COLD_SEED = 0
+TRAINING = {"max_steps": 40, "per_device_train_batch_size": 128}
 CURVES = {
     "accuracy of the samples": "rewards/accuracy_reward/mean",
     "share of right equations": "rewards/equation_steps/mean",
@@ -85,7 +83,7 @@ def shared_start(folder: Path) -> Path:
     start = folder / "cold_start"
     if not (start / "tokenizer_config.json").is_file():
         seed = COLD_SEED
-        recipe = read_recipe(RECIPE, {"cold_start.data.seed": seed, **COLD})
+        recipe = read_recipe(RECIPE, {"cold_start.data.seed": seed})
         model, tokenizer = parts.load_model(recipe.model, seed)
         rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
         cold_start(
@@ -112,7 +110,7 @@ def figures(result: Any) -> dict[str, float]:
     shares = [share for share in map(share_right, texts) if share is not None]
     return {
         "accuracy": result.accuracy.value,
-        "right equations": fmean(shares),
+        "right equations": fmean(shares) if shares else float("nan"),
         "equations a solution": fmean(sum(s is not None for s in EquationSteps.judge(t.split("\n"))) for t in texts),
     }
 
