@@ -30,7 +30,7 @@ def load_gsm8k(
         source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
         split: ``train`` or ``test``; in a local folder any file stem.
         template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
+        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the number after ``####``, without thousands

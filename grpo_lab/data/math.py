@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
@@ -16,6 +16,7 @@ _QUESTION = ("problem", "question")
 _GOLD = ("gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
 _WORKED = ("solution", "worked_solution", "gold_solution")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_LEVEL = re.compile(r"(?:level\s*)?(\d+)", re.IGNORECASE)
 _BARE = re.compile(r"(?:[^\s$.,;]|[.,](?=\d))+")
 
 
@@ -24,6 +25,7 @@ def load_math(
     split: str = "test",
     template: str | PromptTemplate = "qwen_math",
     *,
+    levels: list[int] | None = None,
     system_prompt: str | None = None,
 ) -> Dataset:
     """A MATH-like data set, ready for training or evaluation.
@@ -33,7 +35,9 @@ def load_math(
             ``.jsonl`` file (then ``split`` is not looked at).
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
         template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
+        levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
+            ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
+        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
@@ -45,6 +49,8 @@ def load_math(
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split, also=("math500",) if split == "test" else ())
+    if levels is not None:
+        rows = _of_levels(rows, levels, source)
     question = required_column(rows, _QUESTION, source)
     gold = first_present(rows, _GOLD)
     worked = first_present(rows, _WORKED) if gold else required_column(rows, (*_WORKED, *_GOLD), source)
@@ -58,6 +64,28 @@ def load_math(
             | ({"worked_solution": row[worked]} if worked and row.get(worked) else {})
         )
     return to_dataset(examples, form)
+
+
+def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[Row]:
+    """The rows whose ``level`` is one of ``levels``. ValueError without such a column, or with nothing left."""
+    if not isinstance(levels, list | tuple) or not all(type(level) is int for level in levels):
+        raise ValueError(
+            f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5] (setting: levels)"
+        )
+    column = required_column(rows, ("level",), source)
+    found = [_level(row.get(column)) for row in rows]
+    kept = [row for row, level in zip(rows, found, strict=True) if level in set(levels)]
+    if not kept:
+        seen = sorted({level for level in found if level is not None})
+        raise ValueError(
+            f"source {str(source)!r}: no row of levels {list(levels)}; it has levels {seen} (setting: levels)"
+        )
+    return kept
+
+
+def _level(value: Any) -> int | None:
+    found = _LEVEL.fullmatch(str(value).strip())
+    return int(found[1]) if found else None
 
 
 def _gold_answer(row: Row, gold: str | None, worked: str | None, number: int, source: str | Path) -> str:

@@ -3,14 +3,25 @@
 A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2), so a template has a
 name, every data set of ours carries it in the column ``template``, and a run states it in its summary.
 
-=============  ==========  ==========================================================================================
-name           prompt is   source
-=============  ==========  ==========================================================================================
-``r1``         text        DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…</answer>``
-``qwen_math``  text        Qwen2.5-Math's ChatML prompt with its system sentence asking for ``\\boxed{}``
-``none``       text        the question and nothing else
-``chat``       messages    a user turn, optionally after a system turn; the tokenizer's own chat template renders it
-=============  ==========  ==========================================================================================
+====================  ==========  =====================================================================================
+name                  prompt is   source
+====================  ==========  =====================================================================================
+``r1``                text        DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…``
+``oat_r1``            text        sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of it, and it opens
+                                  ``<think>``
+``qwen_math``         text        Qwen2.5-Math's ChatML prompt with its system sentence asking for ``\\boxed{}``;
+                                  understand-r1-zero uses the same
+``qwen_boxed``        text        SimpleRL-Zoo's "complex" prompt (7B and larger): ChatML, ``\\boxed{}`` asked for in the
+                                  user's turn
+``abel``              text        SimpleRL-Zoo's "simple" prompt (0.5B, 1.5B, Llama): question, "Let's think step by step."
+``none``              text        the question and nothing else
+``chat``              messages    a user turn, optionally after a system turn; the tokenizer's own chat template renders it
+``verl_gsm8k``        messages    verl, ``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####``
+``tapeagents_boxed``  messages    ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
+====================  ==========  =====================================================================================
+
+The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
+a new line was meant. `tests/recipes/test_reproduce.py` holds them; docs/reproduce.md says which recipe uses which.
 
 Text prompts reach the tokenizer as they stand (TRL adds no chat template to them). Message prompts make completions
 message lists as well; every reward of ours takes both.
@@ -18,7 +29,7 @@ message lists as well; every reward of ours takes both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Message = dict[str, str]
 Prompt = str | list[Message]
@@ -38,14 +49,16 @@ class TextTemplate:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A user message with the question, after a system message where ``system`` is set."""
+    """A user message ``before + question + after``, after a system message where ``system`` is set."""
 
     name: str = "chat"
     system: str | None = None
+    before: str = ""
+    after: str = ""
 
     def prompt(self, question: str) -> Prompt:
         turns = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*turns, {"role": "user", "content": question}]
+        return [*turns, {"role": "user", "content": f"{self.before}{question}{self.after}"}]
 
 
 PromptTemplate = TextTemplate | ChatTemplate
@@ -55,6 +68,12 @@ _R1_INSTRUCTION = (
     "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
     "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., "
     "<think> reasoning process here </think> <answer> answer here </answer>."
+)
+_OAT_R1_INSTRUCTION = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
+    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
+    "i.e., <think> reasoning process here </think> <answer> answer here </answer>."
 )
 _QWEN_MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -69,12 +88,21 @@ TEMPLATES: dict[str, PromptTemplate] = {
         ),
         TextTemplate("none"),
         ChatTemplate("chat"),
+        TextTemplate("oat_r1", before=f"{_OAT_R1_INSTRUCTION}\nUser: ", after="\nAssistant: <think>"),
+        TextTemplate("abel", before="Question:\n", after="\nAnswer:\nLet's think step by step.\n"),
+        TextTemplate(
+            "qwen_boxed",
+            before="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+            after=f"\n{_QWEN_MATH_INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ChatTemplate("verl_gsm8k", after=' Let\'s think step by step and output the final answer after "####".'),
+        ChatTemplate("tapeagents_boxed", after=f"\\n{_QWEN_MATH_INSTRUCTION}"),
     )
 }
 
 
 def find_template(template: str | PromptTemplate, system_prompt: str | None = None) -> PromptTemplate:
-    """The template of that name; ``system_prompt`` is for ``chat`` alone, the others bring their own instruction.
+    """The template of that name; ``system_prompt`` is for those that are message lists, the others bring their own.
 
     Raises:
         ValueError: an unknown name, or a system prompt beside a template that cannot carry it.
@@ -90,9 +118,9 @@ def find_template(template: str | PromptTemplate, system_prompt: str | None = No
             f"system_prompt has no effect with template {template.name!r}, which brings its own instruction; "
             "unset system_prompt or set template to 'chat'"
         )
-    return ChatTemplate(template.name, system_prompt)
+    return replace(template, system=system_prompt)
 
 
 def apply_template(question: str, template: str | PromptTemplate, system_prompt: str | None = None) -> Prompt:
-    """``question`` as a prompt: a string, or a message list for ``chat``."""
+    """``question`` as a prompt: a string, or a message list for ``chat`` and its kin."""
     return find_template(template, system_prompt).prompt(question)

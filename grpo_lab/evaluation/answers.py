@@ -20,16 +20,15 @@ _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
 
 
 def answer_reader(reward: Any) -> ReadAnswer | None:
-    """How to read answers where the caller did not say: as `AccuracyReward` does, in its mode. None for other rewards,
+    """How to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for other rewards,
     of whose answers we know nothing."""
     from grpo_lab.rewards.accuracy import AccuracyReward
-    from grpo_lab.rewards.extraction import extract_answer
 
     if not isinstance(reward, AccuracyReward):
         return None
 
     def read(completion: str) -> str | None:
-        answer = extract_answer(completion, reward.mode)
+        answer = reward.read(completion)
         return None if answer is None else answer.text
 
     return read

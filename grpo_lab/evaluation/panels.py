@@ -34,7 +34,7 @@ class Panel:
 PANELS = [
     Panel(
         "Lengths of correct and incorrect answers",
-        "Wrong answers growing while correct ones do not is the length bias that Dr.GRPO removes.",
+        "Wrong answers growing while correct ones do not may be the length bias that Dr.GRPO removes.",
         "tokens per completion",
         (
             ("correct", ("completions/mean_length_correct",)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_lab.objectives import PRESETS
@@ -47,7 +48,7 @@ def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))  # a prompt's "[asy]" is no markup
     (console or Console()).print(table)
     return facts
 
@@ -79,7 +80,10 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
     }
     facts |= _around(recipe)
-    room = check_room(recipe, config, rows_here(recipe.data, "data"), here_only=True)
+    rows = rows_here(recipe.data, "data")
+    if rows is not None:
+        facts["first prompt"] = first_prompt(recipe, rows)
+    room = check_room(recipe, config, rows, here_only=True)
     if room is not None:
         facts["context"] = room
     facts["checked"] = _checked(recipe)
@@ -107,6 +111,23 @@ def _rewards(recipe: Recipe, config: Any) -> str:
         told.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
     told[len(given) :] = [f"{one} (added by {recipe.trainer})" for one in told[len(given) :]]
     return ", ".join(told)
+
+
+def first_prompt(recipe: Recipe, rows: Any) -> str:
+    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
+    from grpo_lab.evaluation.generation import render_prompt
+
+    prompt = rows[0]["prompt"]
+    own = _own_tokenizer(recipe.model)
+    if own is None or isinstance(prompt, str):
+        return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
+    tokenizer = parts.load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
+    return repr(render_prompt(prompt, tokenizer).text) if tokenizer.chat_template else f"{prompt!r} (no chat template)"
+
+
+def _own_tokenizer(section: ModelSection) -> str | None:
+    """The folder of the recipe's tokenizer, or its model's, where it is here."""
+    return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)
 
 
 def _value(name: Any) -> str:
@@ -178,12 +199,8 @@ def _stand_in(recipe: Recipe) -> ModelSection:
     """A tiny model with the recipe's own tokenizer, where that is here."""
     if recipe.model.tiny is not None:
         return recipe.model
-    own = next(
-        (p for p in (recipe.model.tokenizer, recipe.model.path) if p and (Path(p) / "tokenizer.json").is_file()), None
-    )
-    return dataclasses.replace(
-        recipe.model, path=None, tokenizer=own, tiny={"hidden_size": 16, "num_layers": 1, "num_heads": 2}
-    )
+    tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    return dataclasses.replace(recipe.model, path=None, tokenizer=_own_tokenizer(recipe.model), tiny=tiny)
 
 
 def _build_trainer(

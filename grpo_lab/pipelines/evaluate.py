@@ -49,6 +49,7 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `grpo-lab evaluate`. Those without a value given are not in the namespace."""
+    from grpo_lab.data.prompts import TEMPLATES
     from grpo_lab.data.word_problem_stories import SPLITS
 
     given: Any = {"default": argparse.SUPPRESS}
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"word_problems: {', '.join(SPLITS)}",
         **given,
     )
-    rows.add_argument("--template", help="prompt template: r1, qwen_math, none, chat (the default)", **given)
+    rows.add_argument("--template", help=f"prompt template: {', '.join(TEMPLATES)} (default: chat)", **given)
     rows.add_argument(
         "--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)", **given
     )

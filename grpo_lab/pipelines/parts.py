@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", "word_problems": "word_problems"}
 REWARDS = {
     "accuracy": "AccuracyReward",
+    "boxed": "BoxedReward",
+    "coin": "CoinReward",
+    "hashes": "HashesReward",
     "think_format": "ThinkFormatReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "AccuracyReward": "accuracy",
+    "BoxedReward": "boxed",
+    "CoinReward": "coin",
+    "HashesReward": "hashes",
     "ThinkFormatReward": "format",
     "KimiLengthReward": "length",
     "kimi_length_reward": "length",
@@ -25,8 +28,11 @@ _HOMES = {
 
 __all__ = [
     "AccuracyReward",
+    "BoxedReward",
+    "CoinReward",
     "EquationSteps",
     "GroupReward",
+    "HashesReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
     "StepReward",
@@ -40,9 +46,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from grpo_lab.rewards.accuracy import AccuracyReward
+    from grpo_lab.rewards.boxed import BoxedReward
+    from grpo_lab.rewards.coin import CoinReward
     from grpo_lab.rewards.equation_steps import EquationSteps
     from grpo_lab.rewards.format import ThinkFormatReward
     from grpo_lab.rewards.group_function import group_reward
+    from grpo_lab.rewards.hashes import HashesReward
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward

@@ -71,6 +71,7 @@ class AccuracyReward:
     """
 
     columns = ("solution",)  # what `LabTrainer` looks for in the data set before anything is loaded
+    unreadable = 0.0  # what a completion without an answer earns
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class AccuracyReward:
         if log_metric is not None and judgements:
             for name, value in _shares(judgements).items():
                 log_metric(f"accuracy_reward/{name}", value)
-        return [judgement.reward for judgement in judgements]
+        return [self._paid(judgement) for judgement in judgements]
 
     def judge(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[Judgement]:
         """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
@@ -121,7 +122,7 @@ class AccuracyReward:
                 f"got {len(completions)} completions and {len(solutions)} solutions; they must be one to one"
             )
         golds = [gold_answer(solution) for solution in solutions]
-        answers = [extract_answer(completion_text(completion), self.mode) for completion in completions]
+        answers = [self.read(completion_text(completion)) for completion in completions]
         # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
         pairs = [
             (gold, gold if answer is None else answer.text) for gold, answer in zip(golds, answers, strict=True) if gold
@@ -131,6 +132,14 @@ class AccuracyReward:
         self.counts.update(judgement.verdict.value for judgement in judged)
         self.counts["no_answer"] += sum(answer is None for answer in answers)
         return judged
+
+    def read(self, completion: str) -> Answer | None:
+        """The answer that is compared; None where the completion gives none. What a grader with other eyes overrides."""
+        return extract_answer(completion, self.mode)
+
+    def _paid(self, judgement: Judgement) -> float | None:
+        unread = judgement.answer is None and judgement.reward is not None
+        return self.unreadable if unread else judgement.reward
 
     def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
         """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""

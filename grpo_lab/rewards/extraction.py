@@ -118,7 +118,7 @@ def _markers(text: str) -> list[Answer]:
 
 def _untagged_markers(text: str) -> list[Answer]:
     """Everything but `<answer>`, in order of appearance. What overlaps with a box is the box's: "answer is $\\boxed{5}$"."""
-    boxes = _boxes(text)
+    boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
 
     def overlaps_a_box(answer: Answer) -> bool:
@@ -201,7 +201,7 @@ def _read(content: str) -> str:
     return stated_expression(content) or stated_in_words(content) or content.strip()
 
 
-def _boxes(text: str) -> list[Answer]:
+def boxed_answers(text: str) -> list[Answer]:
     """Outermost closed boxes, by one pass with a stack; a box that never closes is no answer."""
     closed: list[_Place] = []
     stack: list[tuple[int, int] | None] = []  # (start of the command, start of the inside); None: some other brace

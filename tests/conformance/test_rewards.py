@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from grpo_lab import rewards
-from grpo_lab.rewards import AccuracyReward, GroupReward, KimiLengthReward, LanguageConsistencyReward, ThinkFormatReward
+from grpo_lab.rewards import (
+    AccuracyReward,
+    BoxedReward,
+    GroupReward,
+    HashesReward,
+    KimiLengthReward,
+    LanguageConsistencyReward,
+    ThinkFormatReward,
+)
 
 LIMIT_S = 120.0
 """For all hostile texts together, on a busy two-core machine. Each comparison of answers has a limit of its own."""
@@ -35,6 +43,8 @@ class Row:
 ROWS: dict[str, Row] = {
     "accuracy strict": Row(lambda: AccuracyReward(timeout_s=2.0, workers=1)),
     "accuracy lenient": Row(lambda: AccuracyReward(mode="lenient", timeout_s=2.0, workers=1)),
+    "boxed": Row(lambda: BoxedReward(unreadable=-1.0, timeout_s=2.0, workers=1), good=r"So it is \boxed{18}."),
+    "hashes": Row(HashesReward, good="Nine times two is 18.\n#### 18"),
     "think_answer": Row(ThinkFormatReward),
     "think": Row(lambda: ThinkFormatReward(form="think"), good="<think>Nine twos.</think> 18"),
     "language": Row(LanguageConsistencyReward),
@@ -100,7 +110,8 @@ def messages(texts: list[str]) -> list[list[dict[str, str]]]:
 
 
 def test_every_public_reward_has_a_row() -> None:
-    public = {name for name in rewards.__all__ if name.endswith("Reward")} - {"GroupReward", "StepReward"}
+    not_here = {"GroupReward", "StepReward", "CoinReward"}  # bases, and the control that knows no good from bad
+    public = {name for name in rewards.__all__ if name.endswith("Reward")} - not_here
     assert {type(row.make()).__name__ for row in ROWS.values()} == public
 
 

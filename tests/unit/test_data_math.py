@@ -79,10 +79,44 @@ def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], message: str) -> No
         load_math(write(tmp_path / "bad.jsonl", *rows))
 
 
+def test_levels_keep_their_problems(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "a", "answer": "1", "level": 3},
+        {"problem": "b", "answer": "2", "level": "Level 4"},
+        {"problem": "c", "answer": "3", "level": "Level ?"},  # two of MATH's have it
+        {"problem": "d", "answer": "4", "level": 13},
+        {"problem": "e", "answer": "5", "level": None},
+    ]
+    path = write(tmp_path / "t.jsonl", *rows)
+    assert load_math(path, levels=[3, 4])["question"] == ["a", "b"]
+    assert load_math(path)["question"] == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ([1], r"no row of levels \[1\]; it has levels \[3\] \(setting: levels\)"),
+        (3, "levels is 3; it must be a list of whole numbers"),
+        (["3"], r"levels is \['3'\]; it must be a list"),
+        ([True], "it must be a list of whole numbers"),
+    ],
+)
+def test_levels_that_cannot_be(tmp_path: Path, levels: Any, message: str) -> None:
+    path = write(tmp_path / "t.jsonl", {"problem": "a", "answer": "1", "level": 3})
+    with pytest.raises(ValueError, match=message):
+        load_math(path, levels=levels)
+
+
+def test_levels_need_the_column(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="missing column: one of level"):
+        load_math(write(tmp_path / "t.jsonl", {"problem": "a", "answer": "1"}), levels=[3])
+
+
 def test_the_real_files(grpo_lab_data: Path) -> None:
     math500 = load_math(grpo_lab_data / "math")
     assert len(math500) == 500
     assert {"level", "subject", "worked_solution"} <= set(math500.column_names)
+    assert len(load_math(grpo_lab_data / "math", levels=[3, 4, 5])) == 105 + 128 + 134
     assert math500[0]["solution"] == r"\left( 3, \frac{\pi}{2} \right)"
     aime = load_math(grpo_lab_data / "math", split="aime24", template="none")
     assert len(aime) == 30

@@ -54,10 +54,19 @@ def test_a_template_of_ones_own_passes_through() -> None:
 
 
 def test_unknown_template_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"unknown template 'r2'; allowed: r1, qwen_math, none, chat"):
+    with pytest.raises(ValueError, match=r"unknown template 'r2'; allowed: r1, qwen_math, none, chat, oat_r1"):
         apply_template("How many?", "r2")
 
 
 def test_a_system_prompt_without_effect_is_refused() -> None:
     with pytest.raises(ValueError, match=r"system_prompt has no effect with template 'r1'"):
         apply_template("How many?", "r1", system_prompt="Be brief.")
+
+
+def test_message_templates_take_a_system_prompt_and_keep_their_instruction() -> None:
+    prompt = apply_template("2+2?", "verl_gsm8k", system_prompt="S")
+    assert prompt == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": '2+2? Let\'s think step by step and output the final answer after "####".'},
+    ]
+    assert isinstance(apply_template("2+2?", "verl_gsm8k"), list)
