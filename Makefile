@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format bench bench-update bench-rollouts clean
+.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,19 @@ format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs  ## the site, into site/ (builds and reads without a network; a warning is an error)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.docs  ## the site at http://127.0.0.1:8001, built anew at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
+
+test-versions: setup  ## fresh environments with the oldest, newest and mixed releases: docs/compatibility.md
+	$(BIN)/python scripts/test_versions.py
+
 bench: bench-update bench-rollouts  ## all benchmarks
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
@@ -68,5 +81,5 @@ bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G reques
 	$(BIN)/python scripts/bench_rollouts.py
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

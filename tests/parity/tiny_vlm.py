@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from datasets import Dataset
 from PIL import Image
 from transformers import (
-    CLIPImageProcessorPil,
     CLIPVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -20,6 +20,8 @@ from transformers import (
 
 from grpo_lab.testing import tiny_tokenizer
 
+#: the one that needs no torchvision, under its name of transformers 5.4 or before
+PROCESSOR = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -50,7 +52,7 @@ def save_tiny_llava(folder: Path) -> None:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(100, 200)]
     model.save_pretrained(folder)
     LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+        image_processor=PROCESSOR(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",

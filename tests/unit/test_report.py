@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult, Outcome, write_report
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.samples import LONGEST_SHOWN, choose_samples, visible
@@ -125,6 +126,12 @@ def test_whole_run_shows_everything(tmp_path):
         assert said in page.text, said
     assert page.tags.count("figure") == page.tags.count("figcaption") == 11
     assert "Notices" not in page.text
+
+
+def test_the_command_writes_it(tmp_path, capsys):
+    assert main(["report", str(whole_run(tmp_path / "run"))]) == 0
+    assert capsys.readouterr().out == f"report: {tmp_path / 'run' / 'report.html'}\n"
+    assert "Held-out accuracy" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_working_out_is_one_figure_where_it_was_watched(tmp_path):

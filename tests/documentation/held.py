@@ -1,0 +1,51 @@
+"""Which test runs what a page tells the reader to type; where none does, why.
+
+Patterns as of the shell, the first that fits a command counts. ``file::test`` runs the command, or the function behind it, on this machine with
+small numbers; ``("gpu", …)``, ``("network", …)``, ``("hours", …)``, ``("minutes", …)`` says what it needs that a test has not.
+"""
+
+from __future__ import annotations
+
+WHEEL = "tests/recipes/test_wheel.py::"
+EVALUATE = "tests/training/test_evaluate.py::"
+CLI = "tests/unit/test_cli.py::"
+
+HELD: dict[str, str | tuple[str, str]] = {
+    # make
+    "make train": f"{WHEEL}test_the_quick_start_runs_with_overrides",
+    "make test": ("minutes", "is the suite that this test is part of; .ci/run calls it"),
+    "make test-fast": ("minutes", "a part of that suite"),
+    "make test-numeric": ("minutes", "a part of that suite, once for each kind of kernel"),
+    "make test-versions": ("network", "fresh environments, some minutes each"),
+    "make setup": ("network", "installs; `make test` begins with it"),
+    "make setup-vllm": ("network", "installs; its parts: tests/rollouts/test_setup_vllm.py"),
+    "make docs": "tests/documentation/test_site.py::test_the_site_is_built_without_a_warning",
+    "make docs-serve": ("minutes", "serves until it is stopped"),
+    "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
+    "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
+    "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
+    # grpo-lab
+    "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
+    "grpo-lab train * --use_vllm true*": "tests/rollouts/test_lab_trainer_vllm.py::test_eight_steps_with_a_proven_sync",
+    "grpo-lab train --config R --resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
+    "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
+    "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
+    "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
+    "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
+    "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",
+    "grpo-lab compare *": "tests/unit/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
+    "grpo-lab report *": "tests/unit/test_report.py::test_the_command_writes_it",
+    "grpo-lab serve *": "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy",
+    # launchers and scripts
+    "accelerate launch *": "tests/distributed/test_real_run.py::test_trains_for_real",
+    "sbatch *": "tests/recipes/test_launch_files.py::test_two_train_and_one_serves",
+    "python scripts/check_upstream.py *": "tests/unit/test_check_upstream.py::test_what_moved_is_named",
+    "python scripts/simulate_balance.py*": "tests/unit/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths",
+    "python scripts/memory_table.py": "tests/unit/test_memory_table.py::test_the_docs_hold_what_the_script_prints",
+    "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
+    "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
+    "python scripts/compare_arms.py *": ("hours", "an experiment: 3 to 20 minutes a run, three seeds, up to five arms"),
+    "python scripts/compare_curation.py *": ("hours", "an experiment: three seeds of several arms"),
+    "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),
+    "python scripts/thinking_budget_table.py": ("minutes", "an experiment: a model is trained first"),
+}
