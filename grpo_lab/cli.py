@@ -1,4 +1,4 @@
-"""``grpo-lab train | curate | long2short | evaluate | serve | report | compare``: the command line."""
+"""``grpo-lab quickstart | train | curate | long2short | evaluate | serve | report | compare``: the command line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from grpo_lab.pipelines.named_objects import working_folder_on_path
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short")
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 
 
@@ -29,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
     for noisy in ("httpx", "datasets", "transformers", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if rest and known.command not in ("train", "curate", "long2short"):
+    if rest and known.command not in WITH_OVERRIDES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(known.run(known, rest) or 0)
@@ -76,13 +77,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_pipelines(commands: Commands) -> None:
-    """What a recipe describes: train, curate, long2short."""
+    """What a recipe describes: quickstart, train, curate, long2short."""
+    quick = commands.add_parser(
+        "quickstart",
+        help="learn to work answers out, on two CPU cores without network",
+        description="Train by the recipe quickstart/dr_grpo.yaml that the package brings; any setting can be overridden with "
+        "--key value, such as --max_steps 2 --cold_start.max_steps 5.",
+    )
     train = commands.add_parser("train", help="run a recipe; any setting can be overridden with --key value")
     train.add_argument("--config", required=True, help="a recipe, see recipes/")
-    train.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
-    train.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
-    train.set_defaults(run=_train)
+    for command, run in ((quick, _quickstart), (train, _train)):
+        command.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+        command.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
+        command.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+        command.set_defaults(run=run)
 
     curate = commands.add_parser(
         "curate", help="choose training rows: pass rates and filters; goes on where it was killed"
@@ -121,6 +129,14 @@ def _add_measuring(commands: Commands) -> None:
         "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
     )
     compare.set_defaults(run=_compare)
+
+
+def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
+
+    known.config = str(shipped_recipe(QUICKSTART))
+    print(f"recipe: {known.config}", flush=True)
+    return _train(known, rest)
 
 
 def _train(known: argparse.Namespace, rest: list[str]) -> int:

@@ -1,8 +1,8 @@
 """Does choosing the data pay? Curated against random problems, and prioritised against uniform sampling.
 
-    python scripts/compare_curation.py --model runs/quickstart-dr_grpo/cold_start --output runs/compare_curation --seeds 3
+    python scripts/compare_curation.py --model runs/lab-misreading/cold_start --output runs/compare_curation --seeds 3
 
-Every arm trains the same model by recipes/quickstart/dr_grpo.yaml with the same number of rollouts, and is evaluated on the
+Every arm trains the same model by recipes/lab/misreading/dr_grpo.yaml with the same number of rollouts, and is evaluated on the
 same held-out problems (greedy, strict):
 
     random       as many problems as `curated` has, drawn from a pool
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "lab" / "misreading" / "dr_grpo.yaml"
 DATA = {"loader": "word_problems", "steps": [1, 3], "largest": 20, "template": "chat"}
 ARMS = ("random", "curated", "uniform", "prioritized")
 COMPARED = (("curated", "random"), ("prioritized", "uniform"))

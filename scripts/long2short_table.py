@@ -1,8 +1,8 @@
-"""Four ways to shorter answers on the quick start's model, in one table (2 CPU cores, some minutes).
+"""Four ways to shorter answers on the misreading lab's model, in one table (2 CPU cores, some minutes).
 
-    python scripts/long2short_table.py --model runs/quickstart-dr_grpo --output runs/long2short_table
+    python scripts/long2short_table.py --model runs/lab-misreading --output runs/long2short_table
 
-The quick start's answers have hardly any length to lose, so a long-winded model is made first: supervised training on
+The lab's answers have hardly any length to lose, so a long-winded model is made first: supervised training on
 worked solutions in which every line of working is written one to three times. Then, from that one model and one set of
 samples: shortest rejection sampling, DPO, SimPO, and the average of its weights with those of the shortest-SFT model.
 Numbers: strict accuracy and mean tokens of right answers on held-out problems, greedy and sampled, with 95% intervals.
@@ -23,7 +23,7 @@ TOKENS = 120
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a model of the quick start (cold start or trained)")
+    parser.add_argument("--model", required=True, help="a model of recipes/lab/misreading (cold start or trained)")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--problems", type=int, default=400, help="problems to sample on")
     parser.add_argument("--held-out", type=int, default=250)

@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": BASE | MIDDLE | {"verifiers", "atomic", "trainer"},
     "cli": BASE | MIDDLE | {"verifiers", "trainer", "pipelines", "evaluation", "testing"},
     "__init__": {"trainer", "objectives", "advantages"},
+    "__main__": {"cli"},
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 

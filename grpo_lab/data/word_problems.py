@@ -51,6 +51,7 @@ def word_problems(
     repeats: float = 0.0,
     mixed: float = 0.0,
     think: bool = False,
+    blurted: float = 0.0,
     system_prompt: str | None = None,
 ) -> Dataset:
     """``n`` different word problems as a data set.
@@ -67,6 +68,7 @@ def word_problems(
         repeats, mixed: chances that a line of ``worked_solution`` is written twice, or in Chinese
             (``solution_style``).
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
+        blurted: chance that ``worked_solution`` is its last line alone, the answer.
         system_prompt: system turn, for template ``chat`` alone.
 
     Returns:
@@ -78,14 +80,17 @@ def word_problems(
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 problem is needed")
     form = find_template(template, system_prompt)
-    style, writer = SolutionStyle(repeats, mixed, think), random.Random(f"{seed}/{split}/writer")
+    style = SolutionStyle(repeats, mixed, think, blurted)
+    writer, hurry = random.Random(f"{seed}/{split}/writer"), random.Random(f"{seed}/{split}/hurry")
     problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest, misread=misread), n))
     if len(problems) < n:
         raise ValueError(
             f"only {len(problems)} different problems were found for split={split!r}, steps={tuple(steps)}, "
             f"largest={largest}, families={list(families or FAMILIES)}; n={n} asked. Raise largest or steps, or lower n"
         )
-    return to_dataset((_row(problem, style.write(problem.worked_solution, writer)) for problem in problems), form)
+    return to_dataset(
+        (_row(problem, style.write(problem.worked_solution, writer, hurry)) for problem in problems), form
+    )
 
 
 def _row(problem: WordProblem, worked_solution: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 42.0
+SECOND_AXIS = 26.0
+"""How much wider the right margin is where it holds a second axis."""
 SMOOTH_FROM = 20
 """Series shorter than this are drawn as they are."""
 _MOST_POINTS = 300
@@ -66,11 +68,9 @@ class Chart:
     smoothing: int
     description: str
     rule: Tick | None = None
-    box: dict[str, float] = field(
-        default_factory=lambda: {
-            "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM
-        }
-    )  # fmt: skip
+    right_ticks: list[Tick] = field(default_factory=list)
+    right_unit: str = ""
+    box: dict[str, float] = field(default_factory=lambda: _box(RIGHT))
 
 
 def draw(
@@ -80,40 +80,55 @@ def draw(
     share: bool = False,
     from_zero: bool = False,
     rule: tuple[float, str] | None = None,
+    right: Sequence[Line] = (),
+    right_unit: str = "",
 ) -> Chart:
     """Lay ``lines`` out over a common step axis. share: values in [0, 1] shown as per cent. rule: a level to compare with.
 
-    At least one line must have a point.
+    right: lines with an axis of their own (from 0, in ``right_unit``) at the right. At least one of ``lines`` must have a point.
     """
-    lines = [line for line in lines if line.points]
+    lines, right = ([line for line in some if line.points] for some in (lines, right))
     show = _percent if share else _plain
-    smoothed = {line.label: smooth(line.points) for line in lines}
-    steps = [x for line in lines for x, _ in line.points]
-    heights = [y for line in lines for _, y in line.points] + [
-        y for line in lines for pair in line.errors for y in pair
-    ]
-    low, high = _range(heights, from_zero or share, share)
-    y_at = nice_ticks(low, high, 4)
-    low, high = min(low, y_at[0]), max(high, y_at[-1])
+    steps = [x for line in [*lines, *right] for x, _ in line.points]
     first, last = min(steps), max(steps)
     if first == last:
         first, last = first - 1, last + 1
-    x = _scale(first, last, LEFT + 6, WIDTH - RIGHT - 6)
-    y = _scale(low, high, HEIGHT - BOTTOM, TOP)
+    margin = RIGHT + (SECOND_AXIS if right else 0.0)
+    x = _scale(first, last, LEFT + 6, WIDTH - margin - 6)
+    y_at, y = _axis(lines, from_zero or share, share)
+    right_at, right_y = _axis(right, True, False) if right else ([], y)
     drawn = [
-        _draw_line(line, smoothed[line.label], STYLES[place % len(STYLES)], x, y, show)
-        for place, line in enumerate(lines)
+        _draw_line(line, smooth(line.points), STYLES[place % len(STYLES)], x, height, said)
+        for place, (line, height, said) in enumerate(
+            [*((line, y, show) for line in lines), *((line, right_y, _plain) for line in right)]
+        )
     ]
-    windows = [smoothing_window(len(line.points)) for line in lines]
     return Chart(
         unit=unit,
         lines=drawn,
         x_ticks=[Tick(x(t), _plain(t)) for t in nice_ticks(first, last, 6, whole=True) if first <= t <= last],
         y_ticks=[Tick(y(t), show(t)) for t in y_at],
-        smoothing=max(windows),
+        smoothing=max(smoothing_window(len(line.points)) for line in [*lines, *right]),
         description="; ".join(f"{line.label}: from {line.first} to {line.last}" for line in drawn),
-        rule=Tick(y(rule[0]), rule[1]) if rule is not None and low <= rule[0] <= high else None,
+        rule=Tick(y(rule[0]), rule[1]) if rule is not None and y_at[0] <= rule[0] <= y_at[-1] else None,
+        right_ticks=[Tick(right_y(t), _plain(t)) for t in right_at],
+        right_unit=right_unit if right else "",
+        box=_box(margin),
     )
+
+
+def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[float], Callable[[float], float]]:
+    """The ticks of a y axis that holds ``lines``, and where a value stands on it."""
+    heights = [y for line in lines for _, y in line.points]
+    low, high = _range(heights + [y for line in lines for pair in line.errors for y in pair], from_zero, share)
+    at = nice_ticks(low, high, 4)
+    return at, _scale(min(low, at[0]), max(high, at[-1]), HEIGHT - BOTTOM, TOP)
+
+
+def _box(margin: float) -> dict[str, float]:
+    return {
+        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - margin, "top": TOP, "bottom": HEIGHT - BOTTOM
+    }  # fmt: skip
 
 
 def _draw_line(

@@ -131,7 +131,7 @@ class PanelView:
 
 def panel_views(record: RunRecord) -> list[PanelView]:
     """All panels of a run: accuracy, reward, then `PANELS`; optional ones only where something was recorded."""
-    views = [_accuracy(record), _reward(record)]
+    views = [*_working(record), _accuracy(record), _reward(record)]
     for panel in PANELS:
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines]
         drawn = any(line.points for line in lines)
@@ -143,6 +143,21 @@ def panel_views(record: RunRecord) -> list[PanelView]:
             )
             views.append(PanelView(panel.title, panel.meaning, chart, ", ".join(panel.metrics)))
     return views
+
+
+def _working(record: RunRecord) -> list[PanelView]:
+    """R1-Zero's curve in one figure: right answers, calculations written down, length. Nothing where `worked_out` was not watched."""
+    shares = [Line("worked out", record.first_of("rewards/worked_out/mean"))]
+    if not shares[0].points:
+        return []
+    right = next((name for name in record.metrics if re.fullmatch(r"rewards/\w*accuracy\w*/mean", name)), "")
+    shares.insert(0, Line("right answers", record.first_of(right)))
+    tokens = [Line("tokens (right axis)", record.first_of("completions/mean_length"))]
+    chart = draw(shares, unit="share of completions", share=True, right=tokens, right_unit="tokens per completion")
+    meaning = (
+        "Training problems, sampled: answers that are right, answers that write a calculation down, and their length."
+    )
+    return [PanelView("Accuracy, working out and length", meaning, chart, "")]
 
 
 def _reward(record: RunRecord) -> PanelView:

@@ -23,6 +23,7 @@ from grpo_lab.evaluation.statistics import (
     paired_difference,
     pass_at_k,
 )
+from grpo_lab.rewards.working import works_out
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class EvaluationResult:
     @property
     def truncated_share(self) -> float | None:
         return share([o.truncated for o in self.greedy])
+
+    @property
+    def worked_out_share(self) -> float | None:
+        """Greedy completions that write a calculation down (``grpo_lab.rewards.worked_out``)."""
+        return share([works_out(o.completion) for o in self.greedy])
 
     @property
     def unscorable_share(self) -> float | None:
@@ -207,6 +213,7 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
         "mean_length": mean_length(outcomes),
         "mean_length_correct": mean_length([o for o in outcomes if o.correct is True]),
         "mean_length_incorrect": mean_length([o for o in outcomes if o.correct is False]),
+        "worked_out_share": share([works_out(o.completion) for o in outcomes]),
         "truncated_share": share([o.truncated for o in outcomes]),
         "unscorable_share": share([o.score is None for o in outcomes]),
     }

@@ -1,4 +1,4 @@
-"""The last thing a run prints: before and after in one table, then the two lines that scripts look for."""
+"""The last thing a run prints: before and after in one table, the paths, then the two lines that scripts look for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def terminal_summary(
     seconds: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``, where there was one) for a human, then :func:`headline` and the paths.
+    """Print ``after`` (and ``before``, where there was one) for a human, the paths, then :func:`headline` and :func:`lengths`.
 
     The plain lines are neither wrapped nor coloured, so they can be searched for.
     """
@@ -46,8 +46,9 @@ def terminal_summary(
     lines = [
         f"run time: {duration(seconds)}" if seconds is not None else None,
         f"model: {model_path}" if model_path is not None else None,
-        headline(before, after),
         f"report: {report}" if report is not None else None,
+        headline(before, after),
+        lengths(before, after),
     ]
     for line in lines:
         if line is not None:
@@ -62,6 +63,16 @@ def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
         f"held-out accuracy: {new} (n={n})"
         if before is None
         else f"held-out accuracy: before {_three(before.accuracy)} after {new} (n={n})"
+    )
+
+
+def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
+    """`held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
+    new = _tokens(after.mean_length)
+    return (
+        f"held-out length: {new} tokens"
+        if before is None
+        else f"held-out length: before {_tokens(before.mean_length)} after {new} tokens"
     )
 
 
@@ -121,6 +132,7 @@ _LENGTHS: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
     ("tokens, incorrect", lambda result: result.mean_length_incorrect),
 ]
 _SHARES: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
+    ("worked out", lambda result: result.worked_out_share),
     ("truncated", lambda result: result.truncated_share),
     ("unscorable", lambda result: result.unscorable_share),
 ]

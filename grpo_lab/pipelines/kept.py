@@ -85,4 +85,9 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
         raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
 
 
-_OF: dict[str, Any] = {"train": _of_training, "curate": _of_curation, "long2short": _of_long2short}
+_OF: dict[str, Any] = {
+    "quickstart": _of_training,
+    "train": _of_training,
+    "curate": _of_curation,
+    "long2short": _of_long2short,
+}

@@ -34,6 +34,7 @@ REWARDS = {
     "language_consistency": "LanguageConsistencyReward",
     "equation_steps": "EquationSteps",
     "token_classification_steps": "TokenClassificationSteps",
+    "worked_out": "worked_out",
 }
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
 """TRL's, built by ``grpo_lab.trainer.trl_bridge.rewards``."""

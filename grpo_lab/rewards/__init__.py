@@ -21,6 +21,7 @@ _HOMES = {
     "TokenClassificationSteps": "token_classification",
     "step_reward": "steps",
     "steps_as_outcome": "steps",
+    "worked_out": "working",
 }
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "kimi_length_reward",
     "step_reward",
     "steps_as_outcome",
+    "worked_out",
 ]
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps
+    from grpo_lab.rewards.working import worked_out
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = ("curate", "long2short")  # recipes of other commands have tests of their own
 RUNS = sorted(
     path
-    for path in RECIPES.glob("*/*.yaml")
+    for path in RECIPES.rglob("*.yaml")
     if path.parent.name != "accelerate" and not path.stem.startswith(OTHER_COMMANDS)
 )
 LAUNCH = sorted((RECIPES / "accelerate").glob("*.yaml"))

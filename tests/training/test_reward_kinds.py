@@ -76,6 +76,26 @@ def test_kimi_finds_the_only_reward_by_trls_name(kind: str, judge: Path, tiny_fo
     assert trainer.state.global_step == 1
 
 
+def test_a_reward_of_weight_zero_is_watched_and_changes_no_number(tiny_folder: Path, tmp_path: Path) -> None:
+    """`worked_out` beside an accuracy: its mean is logged, loss, gradient and weights are bitwise those without it."""
+    left = {}
+    for name, rewards, weights in (
+        ("alone", [parts], None),
+        ("watched", [parts, functools.partial(parts, modulus=3)], [1.0, 0.0]),
+    ):
+        trainer = build(tiny_folder, tmp_path / name, rewards, max_steps=2, reward_weights=weights, objective="dr_grpo")
+        trainer.train()
+        logged = [
+            {key: row[key] for key in ("loss", "grad_norm", "reward")}
+            for row in trainer.state.log_history
+            if "loss" in row
+        ]
+        left[name] = (logged, [p.detach().clone() for p in trainer.model.parameters()])
+    assert left["alone"][0] == left["watched"][0]
+    assert any(row["grad_norm"] > 0 for row in left["alone"][0])
+    assert all(torch.equal(a, b) for a, b in zip(left["alone"][1], left["watched"][1], strict=True))
+
+
 # -- NaN -----------------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import yaml
 from grpo_lab import __version__
 from grpo_lab.cli import main
 from grpo_lab.evaluation.generation import GenerationStopped
+from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
@@ -32,6 +33,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"grpo-lab {__version__}\n"
+
+
+def test_quickstart_is_train_with_the_recipe_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--data.n", "64", "--cold_start.data.n", "64", "--evaluation.data.n", "8"]
+    words = ["--dry-run", "--max_steps", "7", "--output_dir", str(tmp_path / "out"), *few]
+    assert main(["quickstart", *words]) == 0
+    by_name = capsys.readouterr().out.splitlines()
+    recipe = RECIPES / "quickstart" / "dr_grpo.yaml"
+    assert by_name[0] == f"recipe: {recipe}"
+    assert main(["train", "--config", str(recipe), *words]) == 0
+    assert capsys.readouterr().out.splitlines() == by_name[1:]
+    assert main(["quickstart", "--dry-run", "--max_step", "7"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+
+
+def test_an_installation_without_recipes_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ships no recipe 'quickstart/dr_grpo.yaml'; looked in .*here and .*there"):
+        shipped_recipe(QUICKSTART, (tmp_path / "here", tmp_path / "there"))
 
 
 def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from grpo_lab.evaluation import EvaluationResult, Outcome, headline, terminal_summary
-from grpo_lab.evaluation.terminal import duration
+from grpo_lab.evaluation.terminal import duration, lengths
 
 
 def result(correct, wrong, truncated=0, samples=0):
@@ -31,10 +31,12 @@ def test_the_lines_that_scripts_look_for():
     lines = printed(
         result(160, 352), result(372, 140), report=long_path, model_path="out/[bold]x", seconds=431.7
     ).splitlines()
-    assert "held-out accuracy: before 0.312 after 0.727 (n=512)" in lines
     assert f"report: {long_path}" in lines  # not wrapped
     assert "model: out/[bold]x" in lines  # not taken for colour
-    assert lines[-1].startswith("report: ")
+    assert lines[-2:] == [
+        "held-out accuracy: before 0.312 after 0.727 (n=512)",
+        "held-out length: before 50.0 after 50.0 tokens",
+    ]
     assert "run time: 7 min 12 s" in lines
 
 
@@ -65,6 +67,7 @@ def test_many_truncated_answers_are_warned_about():
 
 def test_headline_without_anything_scorable():
     assert headline(None, EvaluationResult(())) == "held-out accuracy: nan (n=0)"
+    assert lengths(None, EvaluationResult(())) == "held-out length: – tokens"
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,34 @@ def test_whole_run_shows_everything(tmp_path):
     assert "Notices" not in page.text
 
 
+def test_working_out_is_one_figure_where_it_was_watched(tmp_path):
+    """Accuracy, working out and length stand in one figure with two axes, the first of the page; else there is none."""
+    rows = [
+        {
+            "step": n,
+            "rewards/accuracy_reward/mean": n / 30,
+            "rewards/worked_out/mean": n / 40,
+            "completions/mean_length": n,
+        }
+        for n in range(1, 31)
+    ]
+    folder = whole_run(tmp_path / "plain")
+    assert "working out" not in page_of(folder).text
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(folder)
+    assert_self_contained(page)
+    curves = page.text[page.text.index("Curves") :]
+    figure = curves[: curves.index("Held-out accuracy")]
+    for said in (
+        "Accuracy, working out and length",
+        "right axis: tokens per completion",
+        "right answers",
+        "worked out",
+        "tokens (right axis)",
+    ):
+        assert said in figure, said
+
+
 def test_headline_numbers_are_the_evaluations(tmp_path):
     """Before 2 of 7 scorable; after 6 of 8; of the 7 scorable in both, 4 gained and 1 lost: +42.9 points."""
     page = page_of(whole_run(tmp_path))

@@ -101,3 +101,17 @@ def test_a_small_share_is_magnified_and_a_large_one_gets_the_whole_scale():
     large = draw([Line("s", [(1, 0.2), (2, 0.7)])], unit="u", share=True)
     assert [tick.text for tick in small.y_ticks] == ["0%", "0.25%", "0.5%", "0.75%", "1%"]
     assert [tick.text for tick in large.y_ticks] == ["0%", "25%", "50%", "75%", "100%"]
+
+
+def test_a_second_axis_has_its_own_scale_and_room():
+    """Shares up to 1 at the left, lengths up to 30 at the right: both tops are the top of the box, both zeros its bottom."""
+    shares, lengths = Line("right", [(0, 0.0), (10, 1.0)]), Line("tokens", [(0, 0.0), (10, 30.0)])
+    chart = draw([shares], unit="share", share=True, right=[lengths], right_unit="tokens")
+    assert [line.label for line in chart.lines] == ["right", "tokens"]
+    assert chart.lines[0].smooth == chart.lines[1].smooth
+    assert (chart.lines[0].last, chart.lines[1].last) == ("100%", "30")
+    assert [tick.text for tick in chart.right_ticks] == ["0", "10", "20", "30"]
+    assert (chart.right_ticks[0].at, chart.right_ticks[-1].at) == (HEIGHT - BOTTOM, TOP)
+    assert chart.box["right"] < WIDTH - RIGHT
+    plain = draw([shares], unit="share", share=True)
+    assert (plain.right_ticks, plain.right_unit, plain.box["right"]) == ([], "", WIDTH - RIGHT)
