@@ -25,6 +25,8 @@ weights that a checkpoint lacks comes from elsewhere, and stays."""
 
 FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
 NO_ACCELERATOR = r".*pin_memory.*no accelerator"
+EXPERIMENTAL = r"You are importing from 'trl\.experimental'"
+"""TRL's SimPO, of which long2short makes use knowingly."""
 
 SECONDS_IN_A_FILE = 30.0
 """Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
@@ -72,6 +74,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             message = NO_ACCELERATOR if category is UserWarning else ""
             warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
+        warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
         yield
 
 

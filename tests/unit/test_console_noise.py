@@ -21,19 +21,23 @@ def state() -> tuple[object, ...]:
     return trainer.DEFAULT_PROGRESS_CALLBACK, trainer.PrinterCallback, *levels, shown, list(warnings.filters)
 
 
-def test_quiet_inside_and_as_before_outside() -> None:
-    before = state()
-    with quiet(verbose=True):
-        assert state() == before
-    with pytest.raises(KeyboardInterrupt), quiet():
+def interrupted() -> None:
+    with quiet():
         assert trainer.DEFAULT_PROGRESS_CALLBACK is OneLine
         assert not theirs.is_progress_bar_enabled()
         assert logging.getLogger("trl.trainer").getEffectiveLevel() == logging.WARNING
         assert not logging.getLogger("transformers.trainer").isEnabledFor(logging.WARNING)
-        assert logging.getLogger("transformers.modeling_utils").isEnabledFor(
-            logging.WARNING
-        )  # weights that are missing
+        weights = logging.getLogger("transformers.modeling_utils")  # those that a checkpoint lacks
+        assert weights.isEnabledFor(logging.WARNING)
         raise KeyboardInterrupt
+
+
+def test_quiet_inside_and_as_before_outside() -> None:
+    before = state()
+    with quiet(verbose=True):
+        assert state() == before
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert state() == before
 
 
