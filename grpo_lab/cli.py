@@ -31,7 +31,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
-    for noisy in ("httpx", "datasets", "transformers", "absl"):
+    for noisy in (
+        "httpx",
+        "datasets",
+        "transformers",
+        "absl",
+        *(() if known.verbose else ("vllm",)),
+    ):  # said at its import
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if rest and known.command not in WITH_OVERRIDES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -41,7 +41,7 @@ class OneLine(ProgressCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)
         if self.training_bar is not None and not sys.stderr.isatty():
-            self.training_bar.mininterval = SECONDS_IN_A_FILE
+            self.training_bar.mininterval = self.training_bar.maxinterval = SECONDS_IN_A_FILE
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
