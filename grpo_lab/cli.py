@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short")
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
+VERBOSE = (
+    "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -28,7 +31,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
-    for noisy in ("httpx", "datasets", "transformers", "absl"):
+    for noisy in (
+        "httpx",
+        "datasets",
+        "transformers",
+        "absl",
+        *(() if known.verbose else ("vllm",)),
+    ):  # said at its import
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if rest and known.command not in WITH_OVERRIDES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -62,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser.add_argument("--version", action="version", version=f"grpo-lab {__version__}")
     parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
+    parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_pipelines(commands)
     _add_measuring(commands)
@@ -73,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     server.set_defaults(run=_serve)
     for command in commands.choices.values():  # after the command, too; SUPPRESS: its default is the one above
         command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
+    for name in ("quickstart", "train", "curate", "long2short", "evaluate"):
+        command = commands.choices[name]
+        command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
 
 
@@ -117,7 +130,7 @@ def _add_measuring(commands: Commands) -> None:
         "evaluate", help="greedy and sampled accuracy of a model with a 95%% interval", allow_abbrev=False
     )
     evaluate.add_arguments(measured)
-    measured.set_defaults(run=lambda known, _: evaluate.run(known))
+    measured.set_defaults(run=_evaluate)
 
     report = commands.add_parser("report", help="write a run's HTML report")
     report.add_argument("run_dir", type=Path, help="the run's output folder")
@@ -149,11 +162,13 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
         dry_run(recipe)
         return 0
+    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Interrupted
     from grpo_lab.pipelines.train import train
 
     try:
-        train(recipe, overwrite=known.overwrite, resume=known.resume)
+        with quiet(known.verbose):
+            train(recipe, overwrite=known.overwrite, resume=known.resume)
     except Interrupted as stop:
         print(f"grpo-lab: {stop}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -170,9 +185,11 @@ def _curate(known: argparse.Namespace, rest: list[str]) -> int:
 
         show(recipe.name, plan_of_curation(recipe, known.overwrite))
         return 0
+    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.curate import curate
 
-    curate(recipe, overwrite=known.overwrite)
+    with quiet(known.verbose):
+        curate(recipe, overwrite=known.overwrite)
     return 0
 
 
@@ -186,9 +203,11 @@ def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
 
         show(recipe.name, plan_of_long2short(recipe, known.overwrite))
         return 0
+    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.long2short import long2short
 
-    long2short(recipe, overwrite=known.overwrite)
+    with quiet(known.verbose):
+        long2short(recipe, overwrite=known.overwrite)
     return 0
 
 
@@ -196,6 +215,14 @@ def _serve(known: argparse.Namespace, _: list[str]) -> int:
     from grpo_lab.rollouts import serve
 
     return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
+
+
+def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
+    from grpo_lab.pipelines import evaluate
+    from grpo_lab.pipelines.console_noise import quiet
+
+    with quiet(known.verbose):
+        return evaluate.run(known)
 
 
 def _report(known: argparse.Namespace, _: list[str]) -> int:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation.files import encodable, write_text
+from grpo_lab.evaluation.health import verdicts
 from grpo_lab.evaluation.page import page
 from grpo_lab.evaluation.panels import panel_views
 from grpo_lab.evaluation.result import paired_gain
@@ -75,6 +76,7 @@ def _render(record: RunRecord) -> str:
         summary=summary_groups(record.summary),
         comparison=comparison_rows(before, after) if after else [],
         sampling=describe_sampling(after) if after else "",
+        health=verdicts(record),
         panels=panel_views(record),
         metrics=metric_rows(record),
         choice=choose_samples(before, after),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from grpo_lab.diagnostics import Verdict
+
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
 LONGEST_HEADING = 60
@@ -26,9 +28,11 @@ def terminal_summary(
     report: str | Path | None = None,
     model_path: str | Path | None = None,
     seconds: float | None = None,
+    health: Verdict | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``, where there was one) for a human, the paths, then :func:`headline` and :func:`lengths`.
+    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training, the paths, then
+    :func:`headline` and :func:`lengths`.
 
     The plain lines are neither wrapped nor coloured, so they can be searched for.
     """
@@ -44,6 +48,7 @@ def terminal_summary(
     for warning in _warnings(after):
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     lines = [
+        f"training, {health.line}" if health is not None else None,
         f"run time: {duration(seconds)}" if seconds is not None else None,
         f"model: {model_path}" if model_path is not None else None,
         f"report: {report}" if report is not None else None,

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation.health import last_verdict
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
@@ -95,7 +96,8 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
         console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
-        terminal_summary(before, after, report=report, model_path=folder, seconds=sum(seconds.values()))
+        shown = {"seconds": sum(seconds.values()), "health": last_verdict(folder)}
+        terminal_summary(before, after, report=report, model_path=folder, **shown)
     return Outcome(folder, report, before, after)
 
 

@@ -20,6 +20,8 @@ SHRUNK = [
     *("--max_steps", "2", "--cold_start.max_steps", "5", "--cold_start.data.n", "320", "--data.n", "64"),
     *("--per_device_train_batch_size", "32", "--max_completion_length", "24", "--evaluation.data.n", "10"),
 ]
+MOST_LINES = 25
+"""Of a shrunk quick start on stderr; with ``--verbose`` they are about sixty."""
 IMPORT_ALL = """
 import importlib, pkgutil, grpo_lab
 for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):
@@ -96,8 +98,19 @@ def test_everything_imports_and_help_is_there(installed: Installed) -> None:
     assert "--key value" in installed.run("grpo-lab", "quickstart", "--help").stdout
 
 
+def assert_little_noise(said: str) -> None:
+    """On stderr: two trainings and two evaluations with a line of progress each (begin, middle, end), and the package's own lines."""
+    lines = [line for line in re.split(r"[\r\n]+", said) if line.strip()]
+    assert len(lines) <= MOST_LINES, said
+    noise = ("Map", "Loading weights", "Writing model", "Tokenizing", "{'", "FutureWarning", "Triton", "special tokens")
+    assert not [line for line in lines if any(word in line for word in noise)], said
+    assert any(line.startswith("step 2: ") for line in lines)
+
+
 def test_the_quick_start_runs_with_overrides(installed: Installed) -> None:
-    lines = installed.run("grpo-lab", "quickstart", *SHRUNK).stdout.strip().splitlines()
+    done = installed.run("grpo-lab", "quickstart", *SHRUNK)
+    lines = done.stdout.strip().splitlines()
+    assert_little_noise(done.stderr)
     assert lines[0].startswith("recipe: ")
     assert Path(lines[0].removeprefix("recipe: ")).is_relative_to(installed.environment)
     accuracy, length = lines[-2:]

@@ -198,7 +198,9 @@ def test_a_run_that_left_nothing_gives_a_report_that_says_so(tmp_path):
     (tmp_path / "run.json").write_text('{"name": "nothing yet"}')
     page = page_of(tmp_path)
     assert_self_contained(page)
-    assert page.text.count("not recorded") == 3 + 1 + 1 + 8 + 1 + 1  # cards, run, evaluation, plots, answers, metrics
+    assert (
+        page.text.count("not recorded") == 3 + 1 + 1 + 1 + 8 + 1 + 1
+    )  # cards, run, evaluation, health, plots, answers, metrics
     assert "looked for: groups/dead_share, frac_reward_zero_std" in page.text
 
 
@@ -422,3 +424,11 @@ def test_one_side_alone_is_shown():
     assert [s.problem for s in choice.samples] == [0, 1, 2, 3, 6, 7, 8, 9]
     assert all(s.before is None for s in choice.samples)
     assert choose_samples(None, None).samples == []
+
+
+def test_the_report_says_whether_it_worked(tmp_path):
+    rows = [{"step": i, "loss": 0.1, "reward": 0.25 * i, "groups/dead_share": float(i > 2)} for i in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(tmp_path)
+    assert "Is it working? step 1: healthy (reward 0.25, first 0.25) step 5: all groups are dead" in page.text
+    assert "(mean reward 1: too hard, too easy, or the reward cannot read the answers)" in page.text

@@ -1,0 +1,87 @@
+"""``diagnose``: one plain line on whether a run works, from its logged metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_lab.diagnostics.rules import RULES, Facts
+from grpo_lab.diagnostics.windows import History, number, recent, step_of
+
+SHOWN = 2
+"""Findings that one line names; the others are counted. What stands first in the table is often the cause of what follows."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run's windows up to ``step`` say.
+
+    Args:
+        wrong: (name of the rule, sentence, settings to look at), most serious first.
+        notes: (name of the rule, sentence) of what looks wrong and is not.
+        now: reward, length and entropy of the last windows, in words.
+    """
+
+    step: int
+    wrong: tuple[tuple[str, str, str], ...]
+    notes: tuple[tuple[str, str], ...]
+    now: str
+
+    @property
+    def healthy(self) -> bool:
+        return not self.wrong
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rules that say something is wrong: what makes two verdicts the same."""
+        return tuple(name for name, _, _ in self.wrong)
+
+    @property
+    def line(self) -> str:
+        """The one line."""
+        if self.healthy:
+            notes = "".join(f"; {sentence}" for _, sentence in self.notes)
+            return f"step {self.step}: healthy{f' ({self.now})' if self.now else ''}{notes}"
+        said = "; ".join(f"{sentence}. Look at {settings}" for _, sentence, settings in self.wrong[:SHOWN])
+        more = len(self.wrong) - SHOWN
+        rest = f" ({more} more: {', '.join(self.names[SHOWN:])})" if more > 0 else ""
+        return f"step {self.step}: {said}{rest}"
+
+
+def diagnose(history: History, facts: Facts | None = None) -> Verdict:
+    """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule.
+
+    Raises:
+        ValueError: no window.
+    """
+    if not history:
+        raise ValueError("no logging window: there is nothing to diagnose")
+    facts = facts or Facts()
+    found = [(rule, rule.seen(history, facts)) for rule in RULES]
+    wrong = tuple((rule.name, said, rule.settings) for rule, said in found if said and not rule.healthy)
+    notes = tuple((rule.name, said) for rule, said in found if said and rule.healthy)
+    return Verdict(step_of(history[-1]), wrong, notes, _now(history))
+
+
+def _now(history: History) -> str:
+    reward, length, entropy = (recent(history, name) for name in ("reward", "completions/mean_length", "entropy"))
+    first = number(history[0], "reward")
+    parts = [
+        None if reward is None else f"reward {reward:.3g}" + ("" if first is None else f", first {first:.3g}"),
+        None if length is None else f"length {length:.0f}",
+        None if entropy is None else f"entropy {entropy:.2g}",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def changes(history: History, facts: Facts | None = None) -> Iterator[Verdict]:
+    """The verdict of the first window, each that differs from the one before in what is wrong, and the last one."""
+    before: Verdict | None = None
+    for end in range(1, len(history) + 1):
+        verdict = diagnose(history[:end], facts)
+        if before is None or verdict.names != before.names or end == len(history):
+            yield verdict
+        before = verdict
+
+
+__all__ = ["Verdict", "changes", "diagnose"]

@@ -1,0 +1,235 @@
+"""Is it working? One row a thing that goes wrong: what is seen in the metrics, the sentence, the settings to look at.
+
+Thresholds have their source beside them; "ours" where the sources leave the value open. They were tried on runs of this
+repository that learn (quick start, two seeds; process supervision) and that do not (random weights, no right answer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_lab.diagnostics.windows import (
+    PERSISTENCE,
+    History,
+    at_start,
+    last_steps,
+    lasting,
+    number,
+    recent,
+    rise_in_errors,
+    step_of,
+    values,
+)
+
+TRUNCATED = 0.20
+"""Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models' GSM8K answers
+(trl #6263)."""
+
+ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
+"""Nats per token, and share of the first windows' entropy, below both of which there is hardly anything left to explore. Ours: the
+quick start goes healthily from 0.17 to 0.05; the cause that is named is DAPO's (arXiv 2503.14476, clip-higher against collapse)."""
+
+ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
+"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours: e^0.5 is 1.6 times the choices a token."""
+
+FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
+"""Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many windows, the halves
+differ by less than 2 standard errors (95%)."""
+
+LENGTH_TIMES, LENGTH_WINDOWS = 1.5, 20
+"""Length running away: as many times the first windows' length, after at least as many windows (fewer do not tell a reward that rises
+from noise), without more reward. Ours; that length alone grows, and of wrong answers, is the length bias of arXiv 2503.20783, App. C."""
+
+KL_HIGH = 1.0
+"""Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
+
+DRIFT = 0.1
+"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16 (``grpo_lab.rollouts.proof``)."""
+
+CLIPPED = 0.2
+"""Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths."""
+
+UNSCORABLE = 0.2
+"""Share of completions that the correctness reward could not judge. Ours."""
+
+ZERO_LOSS = 1e-4
+"""A loss below it prints as 0 with four digits."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of the settings the rules must know.
+
+    Args:
+        updates: optimizer steps on one generation batch; None where it is not known.
+        last_step: ``max_steps`` of the run; 0 where it is not known.
+    """
+
+    updates: float | None = None
+    last_step: int = 0
+
+
+Seen = Callable[[History, Facts], str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    Args:
+        name: what it looks for.
+        seen: the sentence, with what was seen, where the history shows it; else None.
+        settings: where to look.
+        healthy: it explains something that looks wrong and is not.
+    """
+
+    name: str
+    seen: Seen
+    settings: str
+    healthy: bool = False
+
+
+def not_finite(history: History, facts: Facts) -> str | None:
+    found = [
+        name
+        for name in ("loss", "grad_norm", "reward", "kl", "entropy")
+        if not math.isfinite(number(history[-1], name) or 0)
+    ]
+    return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
+
+
+def no_learning_rate(history: History, facts: Facts) -> str | None:
+    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there."""
+    rates = [number(window, "learning_rate") for window in history[-2:]]
+    ends = facts.last_step and step_of(history[-1]) >= facts.last_step
+    return "the learning rate is 0: nothing moves" if rates == [0.0, 0.0] and not ends else None
+
+
+def all_dead(history: History, facts: Facts) -> str | None:
+    shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
+    if not shares or min(shares) < 1:
+        return None
+    reward = recent(history, "reward")
+    level = (
+        ""
+        if reward is None
+        else f" (mean reward {reward:.3g}: too hard, too easy, or the reward cannot read the answers)"
+    )
+    return f"all groups are dead, every completion of a group got the same reward{level}, so nothing is learned"
+
+
+def no_gradient(history: History, facts: Facts) -> str | None:
+    norms = values(history[-PERSISTENCE:], "grad_norm")
+    if not norms or max(norms) > 0 or all_dead(history, facts):
+        return None
+    return "the gradient is 0 though groups are alive: no token carries loss, or no weight is trained"
+
+
+def drifting(history: History, facts: Facts) -> str | None:
+    gap = recent(history, "rollout/sync_gap")
+    difference = lasting(history, "sampling/sampling_logp_difference/mean")
+    worst = max(gap or 0.0, difference or 0.0)
+    return (
+        f"sampler and trainer differ by {worst:.2g} nats a token: completions are not the policy's"
+        if worst > DRIFT
+        else None
+    )
+
+
+def truncated(history: History, facts: Facts) -> str | None:
+    share = lasting(history, "completions/truncated_share", "completions/clipped_ratio")
+    return (
+        None
+        if share is None or share <= TRUNCATED
+        else f"{share:.0%} of the completions are cut off and count as wrong"
+    )
+
+
+def unscorable(history: History, facts: Facts) -> str | None:
+    share = lasting(history, "rewards/unscorable_share")
+    return None if share is None or share <= UNSCORABLE else f"{share:.0%} of the completions cannot be scored"
+
+
+def kl_high(history: History, facts: Facts) -> str | None:
+    kl = lasting(history, "kl")
+    return (
+        None if kl is None or kl <= KL_HIGH else f"KL to the reference is {kl:.2g} nats a token: the policy runs away"
+    )
+
+
+def clipped(history: History, facts: Facts) -> str | None:
+    share = lasting(history, "clip_ratio/region_mean", "cispo_clip_ratio")
+    return (
+        None if share is None or share <= CLIPPED else f"{share:.0%} of the tokens are clipped: updates are too large"
+    )
+
+
+def entropy_gone(history: History, facts: Facts) -> str | None:
+    start, now = at_start(history, "entropy"), recent(history, "entropy")
+    if start is None or now is None or now >= min(ENTROPY_GONE, ENTROPY_LEFT * start):
+        return None
+    return f"entropy collapsed from {start:.2g} to {now:.2g} nats a token: samples hardly differ"
+
+
+def entropy_explodes(history: History, facts: Facts) -> str | None:
+    start, now = at_start(history, "entropy"), recent(history, "entropy")
+    if start is None or now is None or now <= max(ENTROPY_TIMES * start, start + ENTROPY_MORE):
+        return None
+    return f"entropy grew from {start:.2g} to {now:.2g} nats a token: the policy turns into noise"
+
+
+def _gained(history: History) -> bool:
+    """Whether reward rose by more than its noise since the start; where none is logged, it did not."""
+    series = values(history, "reward")
+    return len(series) >= 4 and rise_in_errors(series) > NOISE
+
+
+def length_runs_away(history: History, facts: Facts) -> str | None:
+    start, now = at_start(history, "completions/mean_length"), recent(history, "completions/mean_length")
+    if len(history) < LENGTH_WINDOWS or start is None or now is None or now <= LENGTH_TIMES * start or _gained(history):
+        return None
+    return f"length grew from {start:.0f} to {now:.0f} tokens and reward did not"
+
+
+def reward_flat(history: History, facts: Facts) -> str | None:
+    """Not where everything is dead or solved: that has a row of its own, or needs none (a reward that never varies)."""
+    series = values(last_steps(history, FLAT_STEPS), "reward")
+    if len(series) < FLAT_WINDOWS or all_dead(history, facts) or abs(rise_in_errors(series)) >= NOISE:
+        return None
+    level = sum(series) / len(series)
+    return f"reward has been flat at {level:.3g} for {FLAT_STEPS} steps (fine if that is all there is to gain)"
+
+
+def zero_loss(history: History, facts: Facts) -> str | None:
+    loss, norm = number(history[-1], "loss"), number(history[-1], "grad_norm")
+    once = facts.updates is not None and facts.updates <= 1
+    if loss is None or not abs(loss) < ZERO_LOSS or not norm or not once or not math.isfinite(norm):
+        return None
+    return "loss 0 is right: centred advantages sum to 0 at the one update a batch; watch the reward"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("non-finite", not_finite, "learning_rate, max_grad_norm, bf16/fp16, the rewards"),
+    Rule("learning rate 0", no_learning_rate, "learning_rate, lr_scheduler_type, warmup_steps"),
+    Rule("all groups dead", all_dead, "rewards, data (difficulty), num_generations, temperature, update.dead_groups"),
+    Rule("no gradient", no_gradient, "mask_truncated_completions, max_completion_length, frozen weights (peft_config)"),
+    Rule("sampler drifts", drifting, "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every"),
+    Rule("truncation", truncated, "max_completion_length, the prompt, mask_truncated_completions"),
+    Rule("unscorable", unscorable, "the gold answers, rewards (mode), the template's answer format"),
+    Rule("KL runs away", kl_high, "beta, learning_rate, sync_ref_model"),
+    Rule("clip share", clipped, "learning_rate, num_iterations, steps_per_generation, epsilon"),
+    Rule("entropy collapses", entropy_gone, "epsilon_high, temperature, learning_rate, beta"),
+    Rule("entropy explodes", entropy_explodes, "learning_rate, temperature, entropy_coef, beta"),
+    Rule(
+        "length runs away",
+        length_runs_away,
+        "objective (dr_grpo has no length bias), rewards (soft_overlong, kimi_length)",
+    ),
+    Rule("reward flat", reward_flat, "learning_rate, data (difficulty), num_generations, temperature"),
+    Rule("loss 0", zero_loss, "none", healthy=True),
+)
+"""Most serious first."""
+
+__all__ = ["RULES", "Facts", "Rule"]

@@ -1,0 +1,101 @@
+"""Reading a short history of logging windows: means of the last ones, of the first ones, and whether a change is more than noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, variance
+
+Window = Mapping[str, object]
+"""One logged row: metric → number (other values are not looked at), with ``step``, the optimizer step."""
+
+History = Sequence[Window]
+"""Windows of training, oldest first."""
+
+PERSISTENCE = 3
+"""Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours."""
+
+
+def number(window: Window, *names: str) -> float | None:
+    """The first of these metrics that the window has, finite or not; None where it has none."""
+    for name in names:
+        value = window.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def values(history: History, *names: str) -> list[float]:
+    """The finite values, window by window; a window without the metric is passed over."""
+    found = (number(window, *names) for window in history)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def recent(history: History, *names: str) -> float | None:
+    """Mean over the last ``PERSISTENCE`` windows that there are (fewer at the start); None where the metric is not logged."""
+    found = values(history[-PERSISTENCE:], *names)
+    return fmean(found) if found else None
+
+
+def lasting(history: History, *names: str) -> float | None:
+    """As ``recent``, and None before there are ``PERSISTENCE`` windows."""
+    return recent(history, *names) if len(history) >= PERSISTENCE else None
+
+
+def at_start(history: History, *names: str) -> float | None:
+    """Mean over the first ``PERSISTENCE`` windows; None before there are as many after them."""
+    if len(history) < 2 * PERSISTENCE:
+        return None
+    found = values(history[:PERSISTENCE], *names)
+    return fmean(found) if found else None
+
+
+def step_of(window: Window) -> int:
+    """The optimizer step at the end of the window."""
+    return int(number(window, "step") or 0)
+
+
+def last_steps(history: History, steps: int) -> History:
+    """The windows of the last ``steps`` optimizer steps; empty where the history does not reach back as far."""
+    if not history or step_of(history[-1]) - step_of(history[0]) < steps:
+        return []
+    first = step_of(history[-1]) - steps
+    back = len(history)
+    while back and step_of(history[back - 1]) >= first:
+        back -= 1
+    return history[back:]
+
+
+def rise_in_errors(series: Sequence[float]) -> float:
+    """Mean of the later half minus mean of the earlier half, in standard errors of that difference.
+
+    (m₂ − m₁) / √(s₁²/n₁ + s₂²/n₂), Welch's statistic (Biometrika 34, 1947): below about 2 in size a change is within the noise.
+    0 where nothing varies and nothing changed, ±inf where a change has no noise at all.
+
+    Raises:
+        ValueError: fewer than 4 values, of which two halves have no variance.
+    """
+    if len(series) < 4:
+        raise ValueError(f"{len(series)} values; two halves of 2 or more are needed")
+    half = len(series) // 2
+    early, late = series[:half], series[half:]
+    change = fmean(late) - fmean(early)
+    error = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
+    if error == 0:
+        return math.copysign(math.inf, change) if change else 0.0
+    return change / error
+
+
+__all__ = [
+    "PERSISTENCE",
+    "History",
+    "Window",
+    "at_start",
+    "last_steps",
+    "lasting",
+    "number",
+    "recent",
+    "rise_in_errors",
+    "step_of",
+    "values",
+]

@@ -1,0 +1,96 @@
+"""The line on real tiny runs: healthy, all groups dead, a drop-in without it; nothing logged changes; what is said, and how often."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trl import GRPOConfig, GRPOTrainer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer.metrics.health_line import HealthLine
+from parity.harness import Run, arguments, mixed_reward, train
+
+
+def run(folder: Path, model: Path, reward: Any = None, prepare: Any = None, **changes: Any) -> Run:
+    settings = {**arguments(folder, max_steps=3), "objective": "dr_grpo", **changes}
+    return train(LabTrainer, LabConfig(**settings), model, reward=reward or mixed_reward(), prepare=prepare)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [r for r in caplog.records if r.name == "grpo_lab" and r.getMessage().startswith("step ")]
+
+
+def without_it(trainer: Any) -> None:
+    trainer.remove_callback(HealthLine)
+
+
+def test_a_healthy_run_says_so_and_logs_the_same(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "grpo_lab")
+    said = run(tmp_path, tiny_folder)
+    found = lines(caplog)
+    assert [r.levelno for r in found] == [logging.INFO] * 2  # the first window and the last, the same between
+    assert all(": healthy (reward " in r.getMessage() for r in found)
+    assert [r.getMessage().split(":")[0] for r in found] == ["step 1", "step 3"]
+    caplog.clear()
+    silent = run(tmp_path, tiny_folder, prepare=without_it)
+    assert lines(caplog) == []
+    timed = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+    for one, other in zip(said.history, silent.history, strict=True):
+        assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+
+
+def test_all_groups_dead_is_said_and_what_to_look_at(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never(completions: list[Any], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    run(tmp_path, tiny_folder, reward=never)
+    first, last = lines(caplog)  # at the level WARNING: a script without logging set up sees it
+    assert first.getMessage().startswith("step 1: all groups are dead")
+    assert "mean reward 0:" in first.getMessage()
+    assert "Look at rewards, data (difficulty), num_generations" in first.getMessage()
+    assert last.getMessage().startswith("step 3: all groups are dead")
+    assert {first.levelno, last.levelno} == {logging.WARNING}
+
+
+def test_a_drop_in_run_has_it_where_it_is_asked_for(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "grpo_lab")
+    plain = run(tmp_path, tiny_folder, objective=None, max_steps=1)
+    assert not any(isinstance(one, HealthLine) for one in plain.trainer.callback_handler.callbacks)
+    assert lines(caplog) == []
+    asked = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path, max_steps=1)), tiny_folder, callbacks=[HealthLine()])
+    assert asked.trainer.state.global_step == 1
+    assert len(lines(caplog)) == 1  # stock TRL's trainer, too: it reads TRL's metrics
+
+
+ARGS = SimpleNamespace(steps_per_generation=1, num_iterations=1, gradient_accumulation_steps=1)
+
+
+def played(rows: list[dict[str, Any]], main: bool = True, every: int = 4) -> list[int]:
+    """Steps at which something was said of these logs."""
+    callback, state = HealthLine(every), SimpleNamespace(log_history=[], max_steps=99, is_world_process_zero=main)
+    said = []
+    for step, row in enumerate(rows, 1):
+        state.log_history.append({**row, "step": step})
+        state.global_step, before = step, callback.said
+        callback.on_log(ARGS, state, None, row)
+        if callback.said is not before:
+            said.append(step)
+    return said
+
+
+def test_an_unchanged_verdict_is_said_every_so_often_only() -> None:
+    healthy, dead = {"loss": 0.1, "groups/dead_share": 0.0}, {"loss": 0.1, "groups/dead_share": 1.0}
+    assert played([healthy] * 10) == [1, 5, 9]
+    assert played([healthy] * 2 + [dead] * 5 + [healthy]) == [1, 5, 8]  # three windows dead; alive again
+    assert played([healthy, {"eval_loss": 0.1}, {"train_runtime": 3.0}]) == [1]
+    assert played([healthy] * 3, main=False) == []
