@@ -49,7 +49,8 @@ class Carried:
         sampler_logps: ``[B, T]`` as the engine reported them.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
         as_generated: ``[B, T]``, a copy of ``old_logps`` that were made in other shapes than the loss has (by bins at generation, for a
-            batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing.
+            batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing. Never where
+            forwards are random: another forward is another draw.
         unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``old_logps``.
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
     """

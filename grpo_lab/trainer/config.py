@@ -72,7 +72,8 @@ class LabConfig(GRPOConfig):
             class declares (``KimiTrainer``: yes; else no).
         sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
             pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
-        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …}``; ``None``: exact, ``skip``.
+        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness: same_distribution|same_draws}``;
+            ``None``: exact, ``skip``; under dropout exact in distribution with ``objective``, draw by draw without.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -102,7 +103,7 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
     )
     update: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens."}
+        default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens, randomness."}
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:

@@ -8,6 +8,10 @@ answer with a sentence for the log.
 
 Rewards may contain a KL penalty: it is part of the advantage and no condition here. Neither is gradient clipping, weight
 decay, momentum or the learning rate: they act on the summed gradient, which stays the same.
+
+Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask, and the masks of the others neither
+know of it nor of the batch that they share: without it, and in other batches, the joint distribution of what the rows add is the
+same. So dropout stands in the way only of a run that wants TRL's very draws (`same_draws`).
 """
 
 from __future__ import annotations
@@ -34,7 +38,10 @@ class LiveConditions:
         adaptive_entropy: `use_adaptive_entropy`; it measures the entropy of all rows even while its coefficient is 0.
         entropy_quantile: `top_entropy_quantile`; below 1 its threshold is a quantile over the micro-batch's tokens.
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model, 0 = none or dense model.
-        dropout: largest drop probability that is active in training mode (model and LoRA), 0 = none.
+        dropout: largest drop probability that is active in training mode (model and LoRA), 0 = none. Every value of a row has
+            its own draw. A condition only with `same_draws`.
+        same_draws: the run is to have TRL's very masks, and not only their distribution.
+        shared_dropout: largest drop probability of a mask that the rows of a batch share, 0 = none.
         layer_drop: largest probability of skipping a whole layer in training (`layerdrop`), 0 = none.
         router_noise: noise on the experts' or router's inputs in training (`router_jitter_noise`), 0 = none.
         random_forward: the training forward was seen to draw random numbers, for whatever reason.
@@ -57,6 +64,8 @@ class LiveConditions:
     entropy_quantile: float
     moe_aux_loss: float
     dropout: float
+    same_draws: bool
+    shared_dropout: float
     layer_drop: float
     router_noise: float
     random_forward: bool
@@ -126,13 +135,19 @@ _NEED_STOCK: _Table = {
     ),
     "dropout": (
         _above_zero,
-        "dropout is active (p={value}; disable_dropout=True and lora_dropout=0 switch it off), so the random "
-        "masks depend on the layout of the micro-batches",
+        "dropout is active (p={value}), and its masks are to be the ones that TRL draws in its own batches "
+        "(`update.randomness: same_draws`, the default while `objective` is unset); set `update.randomness: same_distribution` "
+        "for other masks of the same distribution, or switch it off (disable_dropout=True, lora_dropout=0)",
+    ),
+    "shared_dropout": (
+        _above_zero,
+        "a dropout mask is shared by all rows of a micro-batch (p={value}: rank_dropout or module_dropout of an adapter, or whole "
+        "channels), so rows in other batches are random together in another way; 0 switches it off",
     ),
     "layer_drop": (
         _above_zero,
         "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn "
-        "anew for each micro-batch; layerdrop=0 there switches it off",
+        "anew for each micro-batch, for all of its rows; layerdrop=0 there switches it off",
     ),
     "router_noise": (
         _above_zero,
@@ -141,12 +156,13 @@ _NEED_STOCK: _Table = {
     ),
     "random_forward": (
         _is_set,
-        "the model's forward drew random numbers in the first step, so it depends on the layout of the micro-batches",
+        "the model's forward drew random numbers in the first step that no dropout setting tells of, so it may depend on the "
+        "layout of the micro-batches",
     ),
     "embedding_noise": (
         _not_zero,
-        "noise is added to the embeddings (neftune_noise_alpha={value}), and it depends on the layout "
-        "of the micro-batches; None switches it off",
+        "noise is added to the embeddings (neftune_noise_alpha={value}), as large as the padded width of a "
+        "micro-batch makes it; None switches it off",
     ),
     "batch_dependent_layers": (
         _is_set,
@@ -168,6 +184,8 @@ _NEED_STOCK: _Table = {
     ),
     "multimodal": (_is_set, "the batch carries images or other inputs that are not one tensor row per row"),
 }
+#: conditions that hold as they are where the distribution is enough
+_ONLY_FOR_SAME_DRAWS = ("dropout",)
 _NEED_ALL_ROWS: _Table = {
     "kl_in_loss": (
         _not_zero,
@@ -180,12 +198,14 @@ _NEED_ALL_ROWS: _Table = {
 
 
 def _first_broken(table: _Table, conditions: LiveConditions) -> str | None:
-    values = ((getattr(conditions, name), *entry) for name, entry in table.items())
+    free = () if conditions.same_draws else _ONLY_FOR_SAME_DRAWS
+    values = ((getattr(conditions, name), *entry) for name, entry in table.items() if name not in free)
     return next((sentence.format(value=value) for value, broken, sentence in values if broken(value)), None)
 
 
 def why_stock_batches(conditions: LiveConditions) -> str | None:
-    """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient."""
+    """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient (with
+    dropout and without `same_draws`: a gradient of the same distribution)."""
     return _first_broken(_NEED_STOCK, conditions)
 
 

@@ -115,7 +115,8 @@ class Resampler:
         batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
         carried = Carried(batch)
         old = carried.old_logps
-        if old is not None and trainer.algorithm.objective is not None:  # TRL's loss reads them as they are
+        ours = trainer.algorithm.objective is not None  # TRL's loss reads them as they are
+        if old is not None and ours and not first.forwards.draws:
             carried.as_generated = old.clone() if carried.as_generated is None else carried.as_generated
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
         trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))

@@ -89,14 +89,22 @@ class UpdateSettings:
             further prompts until the batch holds live groups only (DAPO; another data distribution).
         max_tokens: padded tokens of one forward; default: the footprint of the stock micro-batch.
         max_rounds: with ``resample``: generations per batch at most.
+        randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the update is exact in
+            distribution), ``same_draws`` draws stock's very masks, which takes stock's batches of all rows. Default: the
+            distribution where ``objective`` is set, the draws where it is not (a run that is to equal stock TRL number by number).
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
     dead_groups: Literal["skip", "keep", "resample"] = "skip"
     max_tokens: Positive | None = None
     max_rounds: Positive | None = None
+    randomness: Literal["same_distribution", "same_draws"] | None = None
 
     def __post_init__(self) -> None:
+        if self.randomness is not None and self.is_off:
+            raise ValueError(
+                "`update.randomness` has no effect with `update: off`, which has stock's draws anyway; leave it out"
+            )
         if self.max_rounds is not None and self.dead_groups != "resample":
             raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")
 
@@ -116,6 +124,12 @@ class LabSettings:
     rollout: Annotated[RolloutSettings, NULL_IS_DEFAULT] = field(default_factory=RolloutSettings)
     sampler: SamplerSettings | None = None
     reward_schedules: Annotated[Mapping[str, Schedule], BeforeValidator(reward_schedules)] = field(default_factory=dict)
+
+    @property
+    def randomness(self) -> str:
+        """``update.randomness`` in force: ``same_distribution`` or ``same_draws``."""
+        drop_in = self.objective is None or self.update.is_off
+        return self.update.randomness or ("same_draws" if drop_in else "same_distribution")
 
 
 def lab_settings(args: Any) -> LabSettings:

@@ -34,12 +34,16 @@ class GenerationForwards:
         corrected: TRL would make the sampler correction at generation.
         in_bins: bins give TRL's numbers.
         put_off: the old policy's forward is not run where TRL asks for it (before the rewards are known).
+        draws: forwards are random (dropout). TRL's old log-probs then have masks of their own, independent of those that the loss
+            is trained under, and its ratio is not 1 while the policy stands still. So it is here: nothing is put off or replaced by the
+            loss's own forward.
     """
 
     misaligned: bool
     corrected: bool
     in_bins: bool
     put_off: bool
+    draws: bool = False
 
     @staticmethod
     def of(trainer: StepPort) -> GenerationForwards:
@@ -53,8 +57,8 @@ class GenerationForwards:
         switches = misaligned and has_team_parts(
             trainer
         )  # a team's part may act a step later on rows that are left out now
-        put_off = in_bins and wanted and not switches and _stays_ours(trainer)
-        return GenerationForwards(misaligned, corrected, in_bins, put_off)
+        put_off = in_bins and wanted and not found.draws and not switches and _stays_ours(trainer)
+        return GenerationForwards(misaligned, corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: StepPort) -> contextlib.AbstractContextManager[list[str]]:
         """Context for TRL's generation; gives a list that names the forward that was put off (images: none is)."""
@@ -76,7 +80,7 @@ class GenerationForwards:
     def mark(self, output: dict[str, Any]) -> None:
         """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it changed is known."""
         carried = Carried(output)
-        if self.in_bins and not self.put_off and carried.old_logps is not None:
+        if self.in_bins and not self.put_off and not self.draws and carried.old_logps is not None:
             carried.as_generated = carried.old_logps.clone()
 
 

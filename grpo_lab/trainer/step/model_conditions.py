@@ -2,7 +2,8 @@
 
 The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise, whatever the
 model family calls them. The second does not trust names: in the first optimizer step the random number generators are looked
-at before and after a forward (``RandomnessWatch``), since a forward that is a function of its inputs does not move them.
+at before and after a forward (``RandomnessWatch``), since a forward that is a function of its inputs does not move them. What torch's
+dropout draws may be told apart (``mask_probe``).
 """
 
 from __future__ import annotations
@@ -18,19 +19,32 @@ from torch import Tensor, nn
 
 _LAYER_DROP = re.compile(r"layer_?drop|drop_?path|stochastic_depth")
 _NOISE = re.compile(r"jitter")
+_SHARED = re.compile(r"(rank|module)_?drop")
 _DROPOUT = re.compile(r"drop")
+#: drop whole channels: of a row by itself only where the first of three dimensions is the rows
+_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _SCALED_POSITIONS = ("dynamic", "longrope")
 
 
 def dropout_rate(model: nn.Module) -> float:
     """Largest drop probability of single values: ``nn.Dropout`` modules, functional dropout, adapters' dropout."""
-    modules = (float(m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    modules = (float(m.p) for m in _dropouts(model) if not isinstance(m, _CHANNELS))
     functional = (
         rate
         for name, rate in _rates(model)
-        if _DROPOUT.search(name) and not _LAYER_DROP.search(name) and not _NOISE.search(name)
+        if _DROPOUT.search(name) and not any(other.search(name) for other in (_LAYER_DROP, _NOISE, _SHARED))
     )
     return max([0.0, *modules, *functional])
+
+
+def shared_dropout_rate(model: nn.Module) -> float:
+    """Largest drop probability of what rows share: ranks or whole modules of an adapter (PEFT's LoHa, LoKr), channels."""
+    modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
+    return max([0.0, *modules, *(rate for name, rate in _rates(model) if _SHARED.search(name))])
+
+
+def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
+    return (m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
 
 
 def layer_drop_rate(model: nn.Module) -> float:

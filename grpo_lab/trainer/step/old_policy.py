@@ -12,6 +12,9 @@ where GSPO clips at 3e-4). So, for a generation batch that outlives an optimizer
 Whether an update has happened is not counted: a micro-batch without old log-probs is one that no update has touched, since all that is
 left of a generation batch gets its own in the first step that trains on some of it. That is in the buffer, and so in a checkpoint.
 
+Where the forward is random (dropout) none of this holds: TRL's old log-probs are another draw than the loss's, and so they are here,
+made at generation for every row (``log_probs.GenerationForwards.draws``).
+
 The bins of a later step are known where an optimizer step holds whole steps of one generation batch (``steps_per_generation`` is a multiple of
 ``gradient_accumulation_steps``); elsewhere a step mixes rows of two batches or of two passes, and old log-probs are off by
 what the precision rounds.

@@ -1,7 +1,8 @@
 """The one owner of the exact update's verdict: may TRL's batches be re-cut, may rows be left out, and if not, why.
 
 It puts one question to the loss in force (``part_questions``), to what the run is set to and the model is made of
-(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``). It is asked once per
+(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``, under dropout
+``mask_probe``). It is asked once per
 generation batch, before its forwards, and its answer stands until
 
     the next generation batch         a callback may have changed the model or the run meanwhile
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpo_lab.trainer.step.bin_probe import BinProbe
+from grpo_lab.trainer.step.mask_probe import MaskProbe, apart_from_dropout
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
     dropout_rate,
@@ -28,12 +30,15 @@ from grpo_lab.trainer.step.model_conditions import (
     mixes_rows,
     padding_reaches_state,
     router_noise,
+    shared_dropout_rate,
 )
 from grpo_lab.trainer.step.part_questions import answers, has_team_parts, is_local
 from grpo_lab.trainer.trl_bridge import may_bring_images
 from grpo_lab.update import LiveConditions, why_all_rows, why_stock_batches
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from grpo_lab.trainer.ports import StepPort
 
 
@@ -41,12 +46,14 @@ if TYPE_CHECKING:
 class Verdict:
     """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
 
-    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
+    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news. ``draws``: the
+    forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches they are in.
     """
 
     stock: str | None
     all_rows: str | None
     chosen: bool = False
+    draws: bool = False
 
     @staticmethod
     def as_trl(reason: str, chosen: bool = False) -> Verdict:
@@ -58,7 +65,7 @@ class StandingVerdict:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        self.probe = BinProbe(trainer)
+        self.probe, self.masks = BinProbe(trainer), MaskProbe(trainer)
         self.saw_randomness = False
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
         self._found: Verdict | None = None
@@ -75,17 +82,22 @@ class StandingVerdict:
         """The same for a reader: without a forward or a collective."""
         return self._found or self._asked(ask_model=False)
 
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return model
+
     def forget(self) -> None:
         self._found = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the first step's forwards: whether they draw random numbers."""
+        """Around the first step's forwards: whether they draw random numbers, beside the dropout that is known."""
         if self._watch is None:
             yield
             return
         self._watch.start()
-        yield
+        with apart_from_dropout(self._watch) if dropout_rate(self._model()) > 0 else contextlib.nullcontext():
+            yield
         self._watch.stop()
 
     def after_first_step(self) -> None:
@@ -102,6 +114,11 @@ class StandingVerdict:
         return trainer.phase.start, int(trainer.state.global_step) if has_team_parts(trainer) else None
 
     def _asked(self, ask_model: bool) -> Verdict:
+        model, noise = self._model(), self._trainer.args.neftune_noise_alpha or 0.0
+        rates = (dropout_rate(model), shared_dropout_rate(model), layer_drop_rate(model), router_noise(model), noise)
+        return replace(self._judged(ask_model), draws=any(rates) or self.saw_randomness)
+
+    def _judged(self, ask_model: bool) -> Verdict:
         trainer = self._trainer
         if not trainer.loss_is_ours:
             return Verdict.as_trl(
@@ -117,19 +134,19 @@ class StandingVerdict:
             return Verdict.as_trl(parts.stock)
         conditions = self._conditions(parts.vanishes)
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
-        if stock is None and ask_model and (differs := self.probe.why_stock()) is not None:
-            return Verdict.as_trl(differs)
+        if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
+            return Verdict(stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None)
+        if stock is None and ask_model:
+            differs = self.probe.why_stock() or (self.masks.why_stock() if conditions.dropout > 0 else None)
+            if differs is not None:
+                return Verdict.as_trl(differs)
         if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
             return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
         return Verdict(stock, all_rows)
 
     def _conditions(self, vanishes: bool) -> LiveConditions:
         trainer = self._trainer
-        objective, args, model = (
-            trainer.algorithm.objective,
-            trainer.args,
-            trainer.accelerator.unwrap_model(trainer.model),
-        )
+        objective, args, model = trainer.algorithm.objective, trainer.args, self._model()
         assert objective is not None
         return LiveConditions(
             kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
@@ -140,6 +157,8 @@ class StandingVerdict:
             entropy_quantile=args.top_entropy_quantile,
             moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
             dropout=dropout_rate(model),
+            same_draws=trainer.lab_settings.randomness == "same_draws",
+            shared_dropout=shared_dropout_rate(model),
             layer_drop=layer_drop_rate(model),
             router_noise=router_noise(model),
             random_forward=self.saw_randomness,
