@@ -101,6 +101,8 @@ class Process:
 
     level: ClassVar[str] = "token"
     reads_steps: ClassVar[bool] = True
+    #: a KL per completion is taken from the outcome's reward, and would be compared with nothing but itself where there is none
+    penalises_outcome: ClassVar[bool] = True
     epsilon: float = 1e-4
     std: str = "sample"
 
@@ -158,12 +160,20 @@ def spread(steps: StepTable, width: int) -> Tensor:
 
 
 def outcome_of(table: RewardTable) -> RewardTable | None:
-    """The table without the columns of step rewards; ``None`` where there is no other reward."""
-    kept = [column for column in range(len(table.names)) if column not in table.steps]
-    if not kept:
+    """The table without the columns of step rewards; ``None`` where there is no other reward.
+
+    A row whose steps were scored and whose outcome was not has no outcome: a penalty beside it does not make it one of 0.
+    """
+    columns = len(table.names)
+    kept = [column for column in range(columns) if column not in table.steps]
+    rewards = [column for column in kept if column < columns - table.penalties]
+    if not rewards:
         return None
-    names = tuple(table.names[column] for column in kept)
-    return replace(table, values=table.values[:, kept], names=names, weights=table.weights[kept], steps={})
+    unscored = table.values[:, rewards].isnan().all(dim=1, keepdim=True)
+    values = table.values[:, kept].masked_fill(unscored, float("nan"))
+    return replace(
+        table, values=values, names=tuple(table.names[c] for c in kept), weights=table.weights[kept], steps={}
+    )
 
 
 __all__ = ["Process", "StepTable", "outcome_of", "spread"]

@@ -45,9 +45,10 @@ class Parts:
 
     def __init__(self, trainer: Any, given: Given) -> None:
         check_requires(trainer)
-        check_steps(
-            trainer.reward_funcs, given.algorithm.advantage, "compute_advantages" in given.team, trainer._tokenizer
-        )
+        algorithm = given.algorithm
+        kl = None if algorithm.objective is None else algorithm.objective.kl_in_reward
+        own_hook = "compute_advantages" in given.team
+        check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
         trainer.rollout_func = thinking_rollout(trainer, given.settings.rollout, given.environment_factory)
         self.prompts = PromptOrder(given.settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, given.settings.rollout)

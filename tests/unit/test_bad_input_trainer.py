@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, SFTConfig
 
 from grpo_lab import DrGRPOTrainer, LabConfig, LabTrainer, R1ZeroTrainer
-from grpo_lab.rewards import group_reward
+from grpo_lab.rewards import group_reward, step_reward
 from grpo_lab.trainer.scoring.reward_table import environments_for_groups
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
@@ -72,6 +72,11 @@ def needs_another(group: Any) -> list[float]:
     return [0.0] * len(group)
 
 
+@step_reward
+def halves(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> list[Any]:
+    return [[(len(ids) // 2, 1.0)] for ids in completion_ids]
+
+
 AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no prompt column": (
         {"train_dataset": Dataset.from_dict({"question": ["a"], "solution": ["1"]})},
@@ -120,6 +125,16 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "advantage rule and TRL's scaling": (
         {"changes": {"advantage": "group_zscore", "scale_rewards": "batch"}},
         ("`scale_rewards`='batch'", "`advantage`='group_zscore'"),
+    ),
+    "a KL per completion that only steps are beside": (
+        {
+            "reward_funcs": halves,
+            "changes": {
+                "objective": {"name": "grpo", "advantage": "process"},
+                "kl": {"placement": "reward", "coefficient": 0.1},
+            },
+        },
+        ("`kl.per`='sequence'", "'process'", "step rewards only", "`kl.per: token`", "coefficient"),
     ),
     "reward weights": ({"changes": {"reward_weights": [1.0, 2.0]}}, ("reward weights (2)", "reward functions (1)")),
 }

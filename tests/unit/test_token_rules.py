@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -109,3 +110,20 @@ def test_alike_is_of_outcomes_and_steps() -> None:
     assert alike(plain).tolist() == [True, False, True]
     only = RewardTable(values[:, :1], ("steps",), torch.ones(1), 2, steps={0: steps})
     assert alike(only).tolist() == [True, True, False]
+
+
+def test_an_unscored_outcome_takes_no_part_beside_a_kl_penalty() -> None:
+    """Steps were scored in every row, the outcome in rows 0, 1, 2 only: row 3 is no row of outcome 0.
+
+    Outcomes 1, 1, 0, None less a penalty that does not matter (1e-12): mean 2/3, squares 2/9 + 4/9 = 2/3, std √(1/3).
+    z = (1/3)/0.577350 = 0.577350, 0.577350, −1.154701, and 0 for row 3 (with 0 for None: 0.866, 0.866, −0.866, −0.866).
+    """
+    steps = StepTable.of([[(0, 0.5)]] * 4, 4)  # all alike: nothing but the outcome tells
+    values = torch.tensor([[0.5, 1.0, -1e-12], [0.5, 1.0, -1e-12], [0.5, 0.0, -1e-12], [0.5, torch.nan, -1e-12]])
+    local = LocalRows(slice(0, 4), torch.ones(4, 2, dtype=torch.bool), torch.full((4,), 2))
+    weights = torch.ones(3)
+    held = RewardTable(values, ("steps", "right", "kl"), weights, 4, penalties=1, steps={0: steps}, local=local)
+    found = Process(epsilon=0.0)(held)
+    one = 1 / math.sqrt(3)
+    expected = torch.tensor([one, one, -2 * one, 0.0], dtype=torch.float64).unsqueeze(1).expand(4, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_lab.advantages import StepTable, reads_steps
+from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 
@@ -27,13 +28,17 @@ class StepCalled:
         return [mean_score(steps) for steps in self.steps]
 
 
-def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any) -> None:
+def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
     """Step rewards and what reads them belong together; a reward that counts tokens gets the run's tokenizer.
 
     A hook may read steps (``table.steps``), so it is let through with them.
 
+    Args:
+        kl: the one in the reward.
+
     Raises:
-        ValueError: one without the other.
+        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of the KL alone
+            is the same for every coefficient.
     """
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in given:
@@ -48,6 +53,13 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
         raise ValueError(
             "`advantage` is 'process', but no reward scores steps: add a step reward (`grpo_lab.rewards.step_reward`, "
             "`EquationSteps`) to `reward_funcs`, or choose another rule"
+        )
+    of_outcome = getattr(rule, "penalises_outcome", False) and not own_hook
+    if kl is not None and kl.per == "sequence" and of_outcome and len(given) == len(reward_funcs):
+        raise ValueError(
+            "`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is 'process', and there are step rewards only: the KL "
+            "of a completion is taken from its outcome's reward, and without one `kl.coefficient` would have no effect (a z-score of "
+            "the KL alone); set `kl.per: token`, or add an outcome reward to `reward_funcs`"
         )
 
 
