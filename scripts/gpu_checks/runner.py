@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,7 @@ class Section:
     """``seconds``: what it takes at most on an H100, guessed; ``tiny_seconds``: in its tiny form on two CPU cores.
 
     ``apart``: in a process of its own, because what it starts (an engine, a process group) is not given back while the process
-    lives. ``needs``: packages without which there is nothing to measure.
+    lives. ``needs``: packages without which there is nothing to measure. ``gpu_only``: why a CPU cannot run it.
     """
 
     name: str
@@ -52,6 +51,7 @@ class Section:
     tiny_seconds: float
     apart: bool = False
     needs: tuple[str, ...] = ()
+    gpu_only: str | None = None
 
 
 def run_all(
@@ -76,6 +76,8 @@ def run_one(section: Section, setting: Setting, here: bool) -> Outcome:
     missing = [package for package in section.needs if find_spec(package) is None]
     if missing:
         return {"status": "not installed", "rows": [], "reason": f"{', '.join(missing)} not installed"}
+    if section.gpu_only and not setting.gpu:
+        return {"status": "skipped", "rows": [], "reason": section.gpu_only}
     needed, left = section.tiny_seconds if setting.tiny else section.seconds, setting.left()
     if needed > left:
         reason = f"needs about {needed:.0f} s, {max(left, 0):.0f} s of the budget are left"
@@ -106,7 +108,7 @@ def failure(error: BaseException) -> Outcome:
 
 
 def in_a_process(section: Section, setting: Setting) -> Outcome:
-    """The section alone in a new process, which is ended with all its children at the deadline."""
+    """The section alone in a new process, which is ended with all that it started at the deadline."""
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
         answer, left = Path(folder) / "answer.json", setting.left()
         command = [
@@ -131,11 +133,16 @@ def in_a_process(section: Section, setting: Setting) -> Outcome:
 
 
 def end_group(started: subprocess.Popen[str]) -> None:
-    """Ends the process and its children; ``start_new_session`` made it the leader of a group of their own."""
+    """Ends the process and all that it started: a launcher's workers have sessions, and so groups, of their own."""
+    import psutil
+
     try:
-        os.killpg(started.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        family = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
     started.wait()
 
 

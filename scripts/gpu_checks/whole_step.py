@@ -8,7 +8,6 @@ have full length: no padding counts in our favour. A set share of groups is dead
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from statistics import median
@@ -103,8 +102,6 @@ def arguments(setting: Setting, engine: bool, sleep: bool) -> dict[str, Any]:
 
 def run(setting: Setting, kind: Any, *, engine: bool, sleep: bool = False, lora: bool = False) -> tuple[Row, Any]:
     """One training run -> its row and the trainer."""
-    if not setting.gpu:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # of stock; ours has an option
     settings, parts = arguments(setting, engine, sleep), Parts()
     rows = GROUPS * settings["max_steps"]
     if engine and issubclass(kind, LabTrainer) and setting.tiny:
@@ -137,7 +134,6 @@ def with_transformers(setting: Setting) -> list[Row]:
 
 
 def stock_engine(setting: Setting) -> list[Row]:
-    """Its weights reach an engine on a GPU; on a CPU they do not (docs/vllm.md), so there only seconds count."""
     return [{"completions": "vLLM", **run(setting, GRPOTrainer, engine=True)[0]}]
 
 
@@ -145,8 +141,6 @@ def our_engine(name: str, **options: bool) -> Any:
     """The section of ours with an engine: the gap after the syncs, in nats a token, beside its tolerance."""
 
     def section(setting: Setting) -> list[Row]:
-        if options.get("sleep") and not setting.gpu:
-            raise RuntimeError("sleep mode needs a GPU: vLLM's CPU build cannot unmap its memory")
         row, trainer = run(setting, LabTrainer, engine=True, **options)
         gaps = [line["rollout/sync_gap"] for line in trainer.state.log_history if "rollout/sync_gap" in line]
         engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
