@@ -54,7 +54,7 @@ SECTIONS = (
         apart=True,
         needs=("vllm",),
         gpu_only="sleep mode unmaps GPU memory; vLLM's CPU build has none of it",
-    ),  # fmt: skip
+    ),
     Section("engine, LoRA", our_engine("vLLM, LoRA", lora=True), 100, 60, apart=True, needs=("vllm", "peft")),
     Section("whole step, transformers", with_transformers, 60, 15),
     Section("DeepSpeed, ZeRO-2", zero_of(2), 60, 90, apart=True, needs=("deepspeed",)),

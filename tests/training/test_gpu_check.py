@@ -38,9 +38,9 @@ def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.slow
 def test_every_section_gives_numbers(tmp_path: Path) -> None:
-    """Engines and DeepSpeed are left to the budget: what does not fit is skipped and says so."""
+    """Engines and DeepSpeed have tests of their own kind; one section that this machine cannot run says why."""
     apart = ["whole step, vLLM, stock", "whole step, vLLM, ours", "engine, sleep mode", "engine, LoRA"]
-    code, found, table = checked(tmp_path, "--skip", *apart[1:], "DeepSpeed, ZeRO-2", "--budget", "580")
+    code, found, table = checked(tmp_path, "--skip", *apart[1:], "DeepSpeed, ZeRO-2", "DeepSpeed, ZeRO-3")
     sections = found["sections"]
     assert code == 0, table
     assert [sections[name]["status"] for name in HERE] == ["ok"] * len(HERE)
