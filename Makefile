@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts clean
+.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,6 +79,9 @@ bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 
 bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G requests
 	$(BIN)/python scripts/bench_rollouts.py
+
+gpu-check: setup  ## one GPU, 10 minutes: parity, update, engine, whole step -> runs/gpu_check.{json,md} (TINY=1: small, also on a CPU)
+	$(BIN)/python scripts/gpu_check.py $(if $(TINY),--tiny)
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

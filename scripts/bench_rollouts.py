@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_update_sides import LENGTHS, build
+from bench_shapes import build
+from bench_update_sides import LENGTHS
 from transformers import AutoModelForCausalLM
 
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory

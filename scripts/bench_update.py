@@ -21,7 +21,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_update_sides import GROUP, build, floor, run
+from bench_shapes import build
+from bench_tables import table
+from bench_update_sides import GROUP, floor, run
 from trl import GRPOTrainer
 
 from grpo_lab import LabTrainer
@@ -80,18 +82,6 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
             adam = [run(kind, folder, args, dead, corrected, "adamw_torch") for kind in (GRPOTrainer, LabTrainer)]
             row["movement AdamW"] = relative(adam[1].moved, adam[0].moved)
     return row
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    return "\n".join(lines + ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows])
-
-
-def shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.2f}"
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

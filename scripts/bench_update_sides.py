@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from grpo_lab import LabConfig, LabTrainer
@@ -23,32 +23,6 @@ from grpo_lab.testing import tiny_tokenizer
 
 LENGTHS = json.loads((Path(__file__).parent / "gsm8k_token_lengths.json").read_text())["pairs"]
 GROUP = 8
-SHAPES = {
-    "10M": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 8192,
-    },
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-    "1.5B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-}
 
 
 @dataclass
@@ -91,11 +65,12 @@ class Rollouts:
 
 
 class Watch(TrainerCallback):
-    """Seconds of each optimizer step without generation, the first gradient, peak memory."""
+    """Seconds of each optimizer step without generation, and the first gradient (``keep_gradient``: its copying is timed)."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_gradient: bool = True) -> None:
         self.seconds: list[float] = []
         self.generation = 0.0
+        self.keep_gradient = keep_gradient
         self.gradient: torch.Tensor | None = None
 
     def leaves_out_generation(self, trainer: Any) -> None:
@@ -114,7 +89,7 @@ class Watch(TrainerCallback):
         self.began, self.generation = time.perf_counter(), 0.0
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
-        if self.gradient is None:
+        if self.keep_gradient and self.gradient is None:
             self.gradient = torch.cat([p.grad.detach().reshape(-1).float().cpu() for p in model.parameters()])
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -163,31 +138,48 @@ def run(
     sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if corrected else None
     rollouts = Rollouts(args.rows, dead, model.config.vocab_size, sampler)
 
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [1.0 if r // GROUP < dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)]
-
     watch = Watch()
-    trainer = kind(
-        model=model,
-        reward_funcs=reward,
-        args=(LabConfig if issubclass(kind, LabTrainer) else GRPOConfig)(**(settings(folder, args, optim) | extra)),
-        train_dataset=Dataset.from_dict({"prompt": [f"{i}" for i in range(args.rows // GROUP * args.steps)]}),
-        processing_class=tiny_tokenizer(),
-        rollout_func=rollouts,
-        callbacks=[watch],
-    )
+    trainer = trainer_of(kind, model, rollouts, settings(folder, args, optim) | extra, watch)
     if corrected:  # log-probs arrive as from vLLM; no engine is needed for what happens after generation
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    watch.leaves_out_generation(trainer)
     start = flat(model)
     reset_peak()
     trainer.train()
     peak = peak_mib()
-    logged = [row.get("update/tokens_computed") for row in trainer.state.log_history if "update/tokens_computed" in row]
-    tokens = sum(logged) if logged else stock_tokens(rollouts, args)
     assert watch.gradient is not None
+    tokens = sum(tokens_computed(trainer, rollouts))
     return Side(sum(watch.seconds), peak, watch.gradient, flat(model) - start, tokens)
+
+
+def trainer_of(
+    kind: type, model: torch.nn.Module, rollouts: Rollouts, arguments: dict[str, Any], watch: Watch, **more: Any
+) -> Any:
+    """A trainer on fixed rollouts and rewards, with the watch on it; ``more``: further words of the trainer (``peft_config``)."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [1.0 if r // GROUP < rollouts.dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)]
+
+    prompts = rollouts.rows // GROUP * arguments["max_steps"]
+    trainer = kind(
+        model=model,
+        reward_funcs=reward,
+        args=(LabConfig if issubclass(kind, LabTrainer) else GRPOConfig)(**arguments),
+        train_dataset=Dataset.from_dict({"prompt": [f"{i}" for i in range(prompts)]}),
+        processing_class=tiny_tokenizer(),
+        rollout_func=rollouts,
+        callbacks=[watch],
+        **more,
+    )
+    watch.leaves_out_generation(trainer)
+    return trainer
+
+
+def tokens_computed(trainer: Any, rollouts: Rollouts) -> list[float]:
+    """Tokens of each generation batch that went through the model, padding counted: ours logs them, stock computes every row
+    padded to the longest prompt and completion."""
+    logged = [row["update/tokens_computed"] for row in trainer.state.log_history if "update/tokens_computed" in row]
+    return logged or [float(padded_tokens(rollouts, call)) for call in range(rollouts.calls)]
 
 
 def settings(folder: Path, args: argparse.Namespace, optim: str) -> dict[str, Any]:
@@ -204,12 +196,9 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).float().cpu() for p in model.parameters()])
 
 
-def stock_tokens(rollouts: Rollouts, args: argparse.Namespace) -> float:
-    total = 0
-    for call in range(args.steps):
-        made = [rollouts.row(call, r) for r in range(args.rows)]
-        total += args.rows * (max(len(p) for p, _ in made) + max(len(c) for _, c in made))
-    return total
+def padded_tokens(rollouts: Rollouts, call: int) -> int:
+    made = [rollouts.row(call, r) for r in range(rollouts.rows)]
+    return rollouts.rows * (max(len(p) for p, _ in made) + max(len(c) for _, c in made))
 
 
 def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
@@ -273,13 +262,3 @@ def laid_out(rows: list[list[tuple[list[int], list[int]]]]) -> tuple[torch.Tenso
         for column, values, fill in zip(columns, (ids, positions, targets), (0, 0, -100), strict=True):
             column.append(values + [fill] * (longest - len(ids)))
     return tuple(torch.tensor(column) for column in columns)
-
-
-def build(folder: Path, shape: str) -> int:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())

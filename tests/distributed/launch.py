@@ -83,11 +83,18 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeou
 
 
 def train_cases(
-    processes: int, model: Path, out: Path, runs: list[dict[str, Any]], config: str = "ddp", before: Sequence[str] = ()
+    processes: int,
+    model: Path,
+    out: Path,
+    runs: list[dict[str, Any]],
+    config: str = "ddp",
+    before: Sequence[str] = (),
+    timeout: float = 900,
+    **more: str,
 ) -> World:
-    """All ``runs`` in one launch: starting the processes costs more than training in them."""
+    """All ``runs`` in one launch: starting the processes costs more than training in them. ``more``: environment variables."""
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
     words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]
-    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=900)
+    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=timeout, **more)
     return World(processes, out)

@@ -103,11 +103,23 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
 def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
     """All weights in full, and the share of their elements that this rank holds. A collective where they are sharded."""
     parameters = list(model.parameters())
+    if any(hasattr(p, "ds_tensor") for p in parameters):
+        return gathered_weights(model, parameters)
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     state = {
         key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
     }
     return {key: value.clone() for key, value in state.items()}, local / sum(p.numel() for p in parameters)
+
+
+def gathered_weights(model: nn.Module, parameters: list[Any]) -> tuple[dict[str, Tensor], float]:
+    """The same under ZeRO-3, which keeps a rank's part in ``ds_tensor`` and leaves the parameter empty."""
+    from deepspeed.zero import GatheredParameters
+
+    local = sum(p.ds_tensor.numel() for p in parameters)
+    with GatheredParameters(parameters):
+        state = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return state, local / sum(p.ds_numel for p in parameters)
 
 
 def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
@@ -127,6 +139,7 @@ def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
         report = {
             "kind": str(trainer.accelerator.distributed_type.value),
             "fsdp2": trainer.accelerator.is_fsdp2,
+            "zero_stage": getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", None),
             "share_of_parameters": share,
             "world": trainer.accelerator.num_processes,
             "history": trainer.state.log_history,

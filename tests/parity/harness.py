@@ -98,7 +98,8 @@ def train(
         prepare(trainer)
     trainer.train()
     steps = [row for row in trainer.state.log_history if "loss" in row]
-    weights = {k: v.detach().clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
+    state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    weights = {key: value.detach().cpu().clone() for key, value in state.items()}
     return Run(
         [row["loss"] for row in steps],
         [row["grad_norm"] for row in steps],
@@ -120,9 +121,9 @@ def movement_difference(ours: Run, stock: Run) -> float:
     return (difference / max(moved, 1e-300)) ** 0.5
 
 
-def movement_bound(stock: Run) -> float:
-    """What rounding alone may make of ``movement_difference`` in float32, from the run's own sizes and number of steps. A tensor that
-    did not move (frozen under an adapter) is not rounded either."""
+def movement_bound(stock: Run, width: int = 32) -> float:
+    """What rounding alone may make of ``movement_difference`` in float32, from the run's own sizes and number of steps, and the model's
+    width. A tensor that did not move (frozen under an adapter) is not rounded either."""
     weights = moved = 0.0
     for name, value in stock.weights.items():
         change = (value.double() - stock.start[name].double()).square().sum().item()
@@ -131,7 +132,7 @@ def movement_bound(stock: Run) -> float:
     steps = max(
         [1, *(int(row.get("step", 1)) for row in stock.history)]
     )  # not the rows: one may stand for several steps
-    return movement_gap(torch.float32, weights**0.5, max(moved, 1e-300) ** 0.5, steps)
+    return movement_gap(torch.float32, weights**0.5, max(moved, 1e-300) ** 0.5, steps, width=width)
 
 
 #: one row in a hundred, left out or counted twice: a bound above it would not see that

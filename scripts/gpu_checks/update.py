@@ -1,0 +1,107 @@
+"""The update's seconds, tokens a second, MFU and peak memory: stock and ours on fixed rollouts, plain, with checkpointing, with LoRA.
+
+Float32 weights under bfloat16 autocast (TRL's default) on a GPU, float32 on a CPU; AdamW; the lengths of real GSM8K model outputs.
+Generation is scripted and not timed, and the first step of a run is not either.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from bench_shapes import config_of
+from bench_update_sides import GROUP, Rollouts, Watch, peak_mib, reset_peak, tokens_computed, trainer_of
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
+
+from gpu_checks.device import device_name, peak_flops
+from gpu_checks.runner import Row, Setting, failure, free_memory
+from gpu_checks.work import lengths, live, needed_flops, shape_of
+from grpo_lab import LabTrainer
+
+SIDES: dict[str, type] = {"stock": GRPOTrainer, "ours": LabTrainer}
+VARIANTS = ("plain", "checkpointing", "LoRA")
+DEAD_SHARES = (0.0, 0.62)
+#: no run is begun with less of the budget left
+LEAST_SECONDS = 15.0
+
+
+def update_of(shape: str) -> Any:
+    """The section of one shape: variants × dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
+
+    def section(setting: Setting) -> list[Row]:
+        rows: list[Row] = []
+        for variant in VARIANTS if not setting.tiny or shape == "0.5B" else VARIANTS[:1]:
+            for share in DEAD_SHARES:
+                for side in SIDES:
+                    rows.append(attempt(setting, "tiny" if setting.tiny else shape, variant, share, side))
+                    free_memory()
+        return with_speed_up(rows)
+
+    return section
+
+
+def attempt(setting: Setting, shape: str, variant: str, share: float, side: str) -> Row:
+    groups = 2 if setting.tiny else 8
+    row: Row = {"shape": shape, "variant": variant, "dead": round(share * groups) / groups, "side": side}
+    if setting.left() < LEAST_SECONDS:
+        return row | {"skipped": f"{max(setting.left(), 0):.0f} s of the budget are left"}
+    try:
+        return row | measured(setting, shape, variant, Rollouts(groups * GROUP, round(share * groups), 0), side)
+    except Exception as error:
+        return row | {"error": failure(error)["error"]["message"]}
+
+
+def measured(setting: Setting, shape: str, variant: str, rollouts: Rollouts, side: str) -> Row:
+    """One training run: medians of its steps without the first."""
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated() / 2**20 if setting.gpu else 0.0
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.float32)
+    rollouts.vocabulary = model.config.vocab_size
+    watch, more = Watch(keep_gradient=False), {"peft_config": adapter()} if variant == "LoRA" else {}
+    trainer = trainer_of(SIDES[side], model, rollouts, arguments(setting, variant, rollouts.rows), watch, **more)
+    reset_peak()
+    trainer.train()
+    peak = peak_mib() - before
+    calls = range(1, rollouts.calls)
+    seconds, computed = median(watch.seconds[1:]), tokens_computed(trainer, rollouts)[1:]
+    needed = median(needed_flops(shape_of(shape), live(rollouts, call), variant == "LoRA") for call in calls)
+    tokens = median(sum(map(sum, lengths(rollouts, call))) for call in calls)
+    best = peak_flops(device_name())
+    return {
+        "seconds": seconds, "tokens/s": tokens / seconds, "computed": median(computed), "real": tokens,
+        "MFU": "unknown" if best is None else needed / (seconds * best[0]), "peak MiB": peak,
+    }  # fmt: skip
+
+
+def adapter() -> Any:
+    """Without dropout, under which stock and ours would draw different masks."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
+    """Stock's and ours: a drop-in run, ``objective`` unset, so that both are told the same."""
+    return {
+        "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8,
+        "num_generations": GROUP, "max_completion_length": 512, "max_steps": 2 if setting.tiny else 4, "learning_rate": 1e-6,
+        "optim": "adamw_torch_fused", "lr_scheduler_type": "constant", "loss_type": "dr_grpo", "scale_rewards": "none",
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not setting.gpu, "bf16": setting.gpu,
+        "gradient_checkpointing": variant == "checkpointing", "seed": 0,
+    }  # fmt: skip
+
+
+def with_speed_up(rows: list[Row]) -> list[Row]:
+    """Ours gets stock's seconds over its own, where both were measured."""
+    stock = {(r["variant"], r["dead"]): r.get("seconds") for r in rows if r["side"] == "stock"}
+    for row in rows:
+        beside = stock.get((row["variant"], row["dead"]))
+        if row["side"] == "ours" and beside and "seconds" in row:
+            row["speed-up"] = beside / row["seconds"]
+    return rows
+
+
+__all__ = ["update_of"]
