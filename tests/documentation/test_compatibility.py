@@ -28,12 +28,11 @@ def test_the_page_says_the_range(package: str) -> None:
 
 
 def test_the_range_of_trl_is_what_the_bridge_lets_in() -> None:
-    from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL, refuse_untested
-
+    release = runpy.run_path(str(ROOT / "grpo_lab" / "trainer" / "trl_bridge" / "release.py"))
     minors = [f"1.{minor}" for minor in range(30)]
-    assert tuple(minor for minor in minors if f"{minor}.0" in RANGES["trl"]) == SUPPORTED_TRL
+    assert tuple(minor for minor in minors if f"{minor}.0" in RANGES["trl"]) == release["SUPPORTED_TRL"]
     with pytest.raises(ImportError) as refused:
-        refuse_untested("1.13.0")
+        release["refuse_untested"]("1.13.0")
     assert f"ImportError: {refused.value}\n" in PAGE
     assert f"a user of trl 1.13.0 reads: ImportError: {refused.value}\n" in PAGE
 
