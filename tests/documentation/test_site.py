@@ -94,3 +94,10 @@ def test_a_list_and_a_table_begin_after_an_empty_line(hook: ModuleType) -> None:
     assert hook.with_empty_lines("Said:\n| a |\n|---|\n| b |") == "Said:\n\n| a |\n|---|\n| b |"
     fenced = "```text\nSaid:\n- a\n```"
     assert hook.with_empty_lines(fenced) == fenced
+
+
+def test_it_is_served_to_this_machine_alone_and_written_to_one_folder() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    assert "dev_addr: 127.0.0.1:8001" in settings
+    assert "site_dir: site" in settings
+    assert "site/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
