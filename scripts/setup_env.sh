@@ -5,9 +5,9 @@
 set -euo pipefail
 python="$1" venv="$2" here="$(cd "$(dirname "$0")" && pwd)"
 
-"$python" - <<'PY' || { echo "grpo_lab needs Python >= 3.10: make setup PYTHON=python3.11" >&2; exit 1; }
+"$python" - <<'PY' || { echo "grpo_lab needs Python >= 3.11: make setup PYTHON=python3.11" >&2; exit 1; }
 import sys
-sys.exit(sys.version_info < (3, 10))
+sys.exit(sys.version_info < (3, 11))
 PY
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

@@ -38,7 +38,7 @@ TORCH = "torch==2.13.0"
 #: name of a row → its pins; what is not named is what pip takes within the ranges of pyproject.toml
 ROWS: dict[str, list[str]] = {
     "oldest": [
-        *("trl==1.15.0", "transformers==5.0.0", "peft==0.19.0", "accelerate==1.13.0", "datasets==4.7.0"),
+        *("trl==1.15.0", "transformers==5.5.0", "peft==0.19.0", "accelerate==1.13.0", "datasets==4.7.0"),
         "math-verify==0.8.0",
     ],
     "tested daily": ["-c", "scripts/constraints.txt"],

@@ -63,7 +63,8 @@ def pass_rates(
         success_at: least score that counts as right.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         keep_completions: store the texts too (the long2short builders need them).
-        progress, label: show how far it is, under this name.
+        progress: show how far it is,
+        label: under this name.
         rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.

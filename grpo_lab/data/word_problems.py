@@ -65,8 +65,8 @@ def word_problems(
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event (see above). ``solution`` and the
             problems themselves do not depend on it.
-        repeats, mixed: chances that a line of ``worked_solution`` is written twice, or in Chinese
-            (``solution_style``).
+        repeats: chance that a line of ``worked_solution`` is written twice (``solution_style``).
+        mixed: chance that it is written in Chinese.
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
         blurted: chance that ``worked_solution`` is its last line alone, the answer.
         system_prompt: system turn, for template ``chat`` alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,5 +23,5 @@ def page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = visible
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return environment.get_template(template).render(written=written, **values)

@@ -20,7 +20,8 @@ class DetachedWeight:
     (arXiv 2510.13786) uses 5. TRL's default of 0.2 would damp every token.
 
     Args:
-        epsilon, epsilon_high: the bound is ``epsilon_high``, or ``epsilon`` where that is ``None``; > 0.
+        epsilon: the bound where ``epsilon_high`` is ``None``; > 0.
+        epsilon_high: the bound; > 0.
     """
 
     epsilon: float = 5.0

@@ -20,7 +20,8 @@ class Clipped:
     negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv 2507.18071).
 
     Args:
-        epsilon, epsilon_high: clip widths (ε_low, ε_high), fractions. ``epsilon_high=None`` means equal to ``epsilon``.
+        epsilon: clip width downwards (ε_low), a fraction.
+        epsilon_high: clip width upwards (ε_high); ``None`` means equal to ``epsilon``.
         delta: upper bound of ρ; must exceed 1 + ε_high to have a meaning beyond the clip.
     """
 

@@ -112,8 +112,11 @@ def register_objective(
     Args:
         part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a surrogate.
             What is new becomes a surrogate of this name, too.
-        advantage, aggregation, ratio: as in ``objective``; GRPO's where nothing is said.
-        source, paper: for ``--dry-run`` and the model card.
+        advantage: as in ``objective``, like the next two; GRPO's where nothing is said.
+        aggregation: how tokens are averaged.
+        ratio: level of the ratio.
+        source: for ``--dry-run`` and the model card.
+        paper: likewise, the authors' constants.
 
     Returns:
         ``part``.

@@ -22,7 +22,7 @@ class ScriptedRollout:
         end_id: appended where the completion is not truncated (``None``: never).
         truncated_share: share of completions without ``end_id``.
         seed: everything follows from it.
-        sampler_noise: log-probs of the "sampler" = noise around −1 (only read with a sampler correction).
+        sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (only read with a sampler correction).
     """
 
     vocabulary: Sequence[int]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """The six ends of a comparison. Only `EQUAL` earns a reward; only `UNPARSEABLE_GOLD` leaves a row unscored."""
 
     EQUAL = "equal"

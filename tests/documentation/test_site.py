@@ -17,7 +17,7 @@ from documentation.blocks import ROOT, pages
 pytestmark = pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra `docs` is not installed: make docs")
 SIDE = re.compile(r"<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=[\"']?(?P<target>[^\"'\s>]+)")
 #: nothing may be asked over the network while it is built: a proxy that nobody answers at
-NO_NETWORK = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,9 @@ def test_the_site_is_built_without_a_warning(site: Path, hook: ModuleType) -> No
     for page in pages():
         name = page.relative_to(ROOT).as_posix()
         place = hook.FROM_OUTSIDE.get(name) or name.removeprefix("docs/")
-        assert hook.FROM_OUTSIDE.get(name) or name.startswith("docs/"), f"{name}: add it to FROM_OUTSIDE of docs_site.py"
+        assert hook.FROM_OUTSIDE.get(name) or name.startswith("docs/"), (
+            f"{name}: add it to FROM_OUTSIDE of docs_site.py"
+        )
         built = site / re.sub(r"README\.md$", "index.md", place).replace(".md", ".html")
         assert built.is_file(), built
 
@@ -92,3 +94,10 @@ def test_a_list_and_a_table_begin_after_an_empty_line(hook: ModuleType) -> None:
     assert hook.with_empty_lines("Said:\n| a |\n|---|\n| b |") == "Said:\n\n| a |\n|---|\n| b |"
     fenced = "```text\nSaid:\n- a\n```"
     assert hook.with_empty_lines(fenced) == fenced
+
+
+def test_it_is_served_to_this_machine_alone_and_written_to_one_folder() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    assert "dev_addr: 127.0.0.1:8001" in settings
+    assert "site_dir: site" in settings
+    assert "site/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
