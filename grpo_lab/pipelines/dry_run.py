@@ -75,6 +75,7 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "completions per generation": str(config.generation_batch_size),
         "tokens per step": _tokens(per_step, config.max_completion_length),
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
+        "dropout": _dropout(recipe, config),
         "learning rate": f"{config.learning_rate:g} ({_value(config.lr_scheduler_type)}), {_value(config.optim)}",
         "processes": str(config.world_size),
         "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
@@ -128,6 +129,18 @@ def first_prompt(recipe: Recipe, rows: Any) -> str:
 def _own_tokenizer(section: ModelSection) -> str | None:
     """The folder of the recipe's tokenizer, or its model's, where it is here."""
     return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)
+
+
+def _dropout(recipe: Recipe, config: Any) -> str:
+    """The adapter's, as far as it is written down, and what any dropout means for the update."""
+    rate = float(dict(recipe.model.lora or {}).get("lora_dropout") or 0.0)
+    settings = config.lab_settings
+    what = f"LoRA {rate:g}" if rate else "that of the model, if any"
+    if settings.update.is_off:
+        return f"{what}; stock's batches and draws (update: off)"
+    if settings.randomness == "same_draws":
+        return f"{what}; with any, stock's draws in stock's batches of all rows (update.randomness: same_draws)"
+    return f"{what}; rows without advantage are left out all the same, exact in distribution (update.randomness: same_distribution)"
 
 
 def _value(name: Any) -> str:

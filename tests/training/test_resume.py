@@ -164,7 +164,10 @@ CASES = [
     Case("log every 4 steps", {**TWO_STEPS, "objective": "dapo", "logging_steps": 4, "max_steps": 8}),
     Case("log every 4 steps, TRL's means, at a batch's end", {**TWO_STEPS, "logging_steps": 4, "max_steps": 8}, stop=2, inside=False),
     Case("second epoch", {**TWO_STEPS, "objective": "grpo", "max_steps": 8}, stop=7, more={"rows": 8}),
-    Case("dropout", {**TWO_ITERATIONS, "objective": "grpo"}, more={"dropout": 0.2}),
+    Case("dropout, masks of live rows", {**TWO_ITERATIONS, "objective": "grpo"}, more={"dropout": 0.2}),
+    Case(
+        "dropout, stock's draws", {**TWO_ITERATIONS, "objective": "grpo", "update": {"randomness": "same_draws"}}, more={"dropout": 0.2},
+    ),
     Case("a forward that was seen to be random", {**TWO_STEPS, "objective": "grpo"}, more={"noise": True}),
     Case("our sampler", {**TWO_STEPS, "objective": "grpo", "sampler": "prioritized"}),
     Case("reward schedule", {**TWO_ITERATIONS, "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 6, "value": 2.0}}}),

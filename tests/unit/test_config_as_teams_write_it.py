@@ -40,7 +40,7 @@ OURS: dict[str, Any] = {
     "reward_schedules": {"accuracy_reward": {"kind": "warmup", "start": 10, "value": 0.5}},
     "reset_optimizer": True,
     "sampler": {"name": "prioritized", "floor": 0.1},
-    "update": {"dead_groups": "keep", "max_tokens": 4096},
+    "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
 }
 ALL = {**FLAT, **OURS}
 
@@ -172,6 +172,10 @@ def test_a_record_of_a_drop_in_run_reads_as_one() -> None:
         ({"kl": '{"estimater": "k2"}'}, "`kl` has no setting 'estimater'; did you mean 'estimator'"),
         ({"kl": '{"estimator": '}, "`kl` is .* which is no JSON"),
         ({"update": {"max_tokens": "many"}}, "`update.max_tokens` is 'many'; it must be a whole number"),
+        (
+            {"update": {"name": "off", "randomness": "same_draws"}},
+            "`update.randomness` has no effect with `update: off`",
+        ),
         ({"sampler": "prioritised"}, "`sampler.name` is 'prioritised'; it must be 'prioritized', 'curriculum' or"),
         ({"rollout": "thinking"}, "`rollout` is 'thinking'; it must be a mapping of settings"),
         ({"reward_schedules": {"r": {"kind": "warmpu"}}}, r"`reward_schedules\.r`.*did you mean 'warmup'"),

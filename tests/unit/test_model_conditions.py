@@ -39,6 +39,7 @@ from grpo_lab.trainer.step.model_conditions import (
     mixes_rows,
     padding_reaches_state,
     router_noise,
+    shared_dropout_rate,
 )
 from parity.harness import arguments, assert_same_movement, train
 
@@ -131,11 +132,13 @@ def test_layers_that_mix_rows() -> None:
 def test_adapters_and_submodules_are_read() -> None:
     inner = nn.Linear(2, 2)
     inner.rank_dropout = {"default": 0.5}  # type: ignore[assignment]  # as PEFT's LoKr layers keep it
-    assert dropout_rate(nn.Sequential(inner, nn.Dropout(0.25))) == 0.5
+    assert dropout_rate(nn.Sequential(inner, nn.Dropout(0.25))) == 0.25
+    assert shared_dropout_rate(nn.Sequential(inner, nn.Dropout(0.25))) == 0.5, "one draw for all rows"
+    assert (dropout_rate(nn.Dropout2d(0.25)), shared_dropout_rate(nn.Dropout2d(0.25))) == (0.0, 0.25)
     assert dropout_rate(nn.Sequential(nn.Dropout(0.25))) == 0.25
     inner.drop_last = True  # type: ignore[assignment]  # no rate
     inner.rank_dropout = {"default": None}  # type: ignore[assignment]
-    assert dropout_rate(inner) == 0.0
+    assert dropout_rate(inner) == shared_dropout_rate(inner) == 0.0
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -153,6 +156,7 @@ def saved(name: str, folder: Path) -> Path:
     [
         ("mixtral", None, 3),
         ("mixtral router_jitter_noise", "router_jitter_noise=0.125", 0),
+        ("qwen2 attention_dropout", None, 3),
         ("opt layerdrop", "layerdrop=0.5", 0),
         ("phimoe", "drew random numbers in the first step", 1),
     ],

@@ -21,6 +21,8 @@ EXACT = LiveConditions(
     entropy_quantile=1.0,
     moe_aux_loss=0.0,
     dropout=0.0,
+    same_draws=True,
+    shared_dropout=0.0,
     layer_drop=0.0,
     router_noise=0.0,
     random_forward=False,
@@ -43,7 +45,8 @@ BREAKS = [
     ("adaptive_entropy", True, "use_adaptive_entropy", True),
     ("entropy_quantile", 0.2, "top_entropy_quantile=0.2", True),
     ("moe_aux_loss", 0.001, "router_aux_loss_coef=0.001", True),
-    ("dropout", 0.05, "p=0.05", True),
+    ("dropout", 0.05, "update.randomness: same_distribution", True),
+    ("shared_dropout", 0.05, "rank_dropout", True),
     ("layer_drop", 0.1, "layerdrop=0.1", True),
     ("router_noise", 0.01, "router_jitter_noise=0.01", True),
     ("random_forward", True, "drew random numbers", True),
@@ -73,9 +76,19 @@ def test_each_condition_alone_keeps_all_rows_and_is_named(
     assert why_stock_batches(conditions) == (reason if grouping else None)
 
 
+@pytest.mark.parametrize(("name", "value", "word", "grouping"), BREAKS)
+def test_where_the_distribution_is_enough_dropout_is_no_condition_and_all_others_are(
+    name: str, value: float | bool, word: str, grouping: bool
+) -> None:
+    conditions = dataclasses.replace(EXACT, **{name: value}, same_draws=False)
+    reason = why_all_rows(conditions)
+    assert reason is None if name == "dropout" else word in str(reason)
+    assert why_stock_batches(conditions) == (reason if grouping else None)
+
+
 def test_every_condition_has_a_row_here_and_none_has_a_default() -> None:
     names = {field.name for field in dataclasses.fields(LiveConditions)}
-    assert names == {name for name, *_ in BREAKS}
+    assert names == {name for name, *_ in BREAKS} | {"same_draws"}  # which stands in nobody's way by itself
     with pytest.raises(TypeError):
         LiveConditions()  # type: ignore[call-arg]
 

@@ -52,7 +52,8 @@ class UpdateRecord:
         self._described: dict[str, Any] = {}
 
     def described(self, found: Verdict) -> dict[str, Any]:
-        """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason, and the price in the first step."""
+        """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason, ``randomness`` where the update is exact
+        in distribution only, and the price in the first step."""
         return self._described or _described(found)
 
     def in_bins(
@@ -75,6 +76,12 @@ class UpdateRecord:
             moved = torch.tensor([float(received)], device=self.trainer.accelerator.device)
             self.trainer.recorder.book("train").add("update/bytes_moved", moved, 1.0)
         self._record(rows, len(numbers), plan.tokens_live, plan.tokens_computed, stock)
+        if found.draws:
+            self.trainer.recorder.say(
+                "exact update: dropout is active, and its masks are drawn for the rows that are computed: stock's update in distribution, "
+                "not number by number (`update.randomness: same_draws` takes stock's draws, in its batches)",
+                key="exact update: same distribution",
+            )
         if found.all_rows is None:
             self._described = {**_described(found), **_price(plan.tokens_computed, plan.tokens_computed, stock)}
         elif not self.trainer.recorder.has_said(_key(found.all_rows)):
@@ -132,11 +139,12 @@ def _key(reason: str) -> str:
 
 
 def _described(found: Verdict) -> dict[str, Any]:
-    return {
+    told = {
         "batches": "bins" if found.stock is None else "as TRL",
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
         "because": found.stock or found.all_rows,
     }
+    return {**told, "randomness": "same_distribution"} if found.draws and found.stock is None else told
 
 
 def _price(computed: int, needed: int, stock: int) -> dict[str, int]:
