@@ -16,9 +16,11 @@ In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward
 from __future__ import annotations
 
 import math
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from grpo_lab.rewards.completion import completion_text
@@ -91,29 +93,63 @@ def step_reward(score: Callable[..., Any]) -> StepReward:
 
 def checked_steps(scored: Any, completion_ids: Sequence[Sequence[int]], name: str) -> list[StepScores]:
     """One list a completion, ends within it and ascending, scores finite or ``None``."""
-    rows = [list(row) for row in scored]
-    if len(rows) != len(completion_ids):
-        raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {len(completion_ids)} completions")
+    rows = _lists(scored, len(completion_ids), name)
     found: list[StepScores] = []
     for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
         steps: StepScores = []
-        for end, score in row:
+        for step in row:
+            end, score = _pair(step, place, name)
             last = steps[-1][0] if steps else -1
-            if not (isinstance(end, int) and last < end < len(ids)):
+            if not isinstance(end, int) or isinstance(end, bool) or not last < end < len(ids):
                 raise ValueError(
                     f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
                     f"ascend within the completion's {len(ids)} tokens (0 = first), and the one before is {last}"
                 )
-            value = None if score is None else float(score)
-            if value is not None and math.isnan(value):
-                value = None
-            if value is not None and math.isinf(value):
+            if score is not None and math.isinf(score):
                 raise ValueError(
-                    f"step reward {name!r} gave {value} to a step of completion {place}; allowed are finite numbers, or None"
+                    f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
                 )
-            steps.append((end, value))
+            steps.append((end, score))
         found.append(steps)
     return found
+
+
+def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
+    """A list of lists, one a completion."""
+    form = f"a step reward returns [[(end_token, score), …], …], one list for each of the {count} completions"
+    if scored is None or isinstance(scored, str | Mapping) or not hasattr(scored, "__iter__"):
+        raise ValueError(f"step reward {name!r} returned {scored!r}; {form}")
+    rows = []
+    for place, row in enumerate(scored):
+        if (
+            row is None
+            or isinstance(row, str | Mapping)
+            or not hasattr(row, "__iter__")
+            or getattr(row, "ndim", 1) == 0
+        ):
+            raise ValueError(
+                f"step reward {name!r} returned {row!r} for completion {place}; {form} (an empty one where no step is scored)"
+            )
+        rows.append(list(row))
+    if len(rows) != count:
+        raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {count} completions")
+    return rows
+
+
+def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
+    """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too); NaN is ``None``."""
+    try:
+        end, score = step
+        value = None if score is None else float(score)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the score a finite "
+            "number or None"
+        ) from error
+    if not isinstance(end, bool):
+        with suppress(TypeError):  # what is no whole number is named where its place is checked
+            end = operator.index(end)
+    return end, None if value is None or math.isnan(value) else value
 
 
 def by_line(text: str) -> list[int]:
@@ -151,8 +187,10 @@ def splitter(split: Splitter | str) -> Splitter:
     return split
 
 
-def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any) -> list[int]:
-    """For each end in characters the index of the token that holds the character before it; the last step ends with the completion.
+def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
+    """For each end in characters the index of the token that holds the character before it.
+
+    ``to_the_end``: behind the last step stands nothing but white space, so it ends with the completion (and its end token).
 
     Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever its
     offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly ascending.
@@ -165,7 +203,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
     found: list[int] = []
     low = 1
-    for wanted in character_ends[:-1]:
+    for wanted in character_ends[:-1] if to_the_end else character_ends:
         high = len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -174,7 +212,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
             else:
                 low = middle + 1
         found.append(low - 1)
-    return [*found, len(ids) - 1]
+    return [*found, len(ids) - 1] if to_the_end else found
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
@@ -227,15 +265,31 @@ class SplitStepReward(StepReward):
                 f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); LabTrainer does so"
             )
         texts = [completion_text(completion) for completion in completions]
-        cuts = [list(self.split(text)) for text in texts]
+        cuts = [self._cut(text) for text in texts]
         steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
         scores = self.score_all(prompts, steps, columns)
-        return [self._placed(*one) for one in zip(completion_ids, cuts, scores, strict=True)]
+        for texts_of, found in zip(steps, scores, strict=True):
+            if len(found) != len(texts_of):
+                raise ValueError(
+                    f"{self.name} scored {len(found)} of a completion's {len(texts_of)} steps; None is for one not scored"
+                )
+        return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 
-    def _placed(self, ids: Sequence[int], cuts: list[int], scores: Sequence[float | None]) -> StepScores:
+    def _cut(self, text: str) -> list[int]:
+        ends = list(self.split(text))
+        whole = all(isinstance(end, int) for end in ends)
+        if not whole or any(not a < b <= len(text) for a, b in zip([0, *ends], ends)):
+            raise ValueError(
+                f"`split` of {self.name} gave {ends} for a text of {len(text)} characters; it gives, for each step, the index behind its "
+                "last character, ascending"
+            )
+        return ends
+
+    def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
         """At the tokens where the steps end; of steps that end within one token the worst score stands."""
         merged: dict[int, float | None] = {}
-        for end, score in zip(token_ends(ids, cuts, self.tokenizer), scores, strict=bool(ids)):
+        to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
+        for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):
             before = merged.get(end)
             merged[end] = score if before is None else before if score is None else min(before, score)
         return [(end, score) for end, score in merged.items() if score is not None]

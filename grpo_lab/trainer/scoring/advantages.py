@@ -37,6 +37,8 @@ def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
     else:
         if tuple(advantages.shape) == (rows, 1) != tuple(local.mask.shape):
             advantages = advantages.squeeze(1)
+        if tuple(advantages.shape) == tuple(local.mask.shape):  # what stands on tokens without loss is nobody's
+            advantages = advantages.where(local.mask | advantages.isfinite(), 0)
         finite = bool(advantages.isfinite().all())
         if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
             return advantages
