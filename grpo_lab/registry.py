@@ -24,16 +24,22 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object."""
+    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object (``redefined`` is none)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(
             f"{what} is registered as {name!r}; it must be a name without ':' (that is 'module:attribute')"
         )
-    if name in table and table[name] is not part:
+    if name in table and table[name] is not part and not redefined(table[name], part):
         raise ValueError(
             f"{what} {name!r} is registered already ({address(table[name])}), and {address(part)} is another object: "
             "choose another name"
         )
+
+
+def redefined(before: Any, part: Any) -> bool:
+    """Whether ``part`` is the same definition run again: a notebook's cell, a reloaded module. It then takes the place of the old one."""
+    named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
+    return named and address(before) == address(part)
 
 
 def check_part(part: Any, reserved: Iterable[str], what: str) -> None:
@@ -48,7 +54,8 @@ def check_part(part: Any, reserved: Iterable[str], what: str) -> None:
 
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
+    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once; the same
+    definition run again (``redefined``) takes the place of the old one.
 
     Raises:
         ValueError: as ``check_name`` and ``check_part``.
@@ -90,4 +97,4 @@ def address(part: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-__all__ = ["add", "address", "built", "check_name", "check_part", "found", "knobs_of"]
+__all__ = ["add", "address", "built", "check_name", "check_part", "found", "knobs_of", "redefined"]

@@ -97,6 +97,12 @@ def is_ours(part: Any) -> bool:
     return any(part is one or type(part) is one for one in _OURS)
 
 
+def _defined_again(name: str, part: Any) -> bool:
+    return (
+        PRESETS[name].surrogate == name and SURROGATES[name] is not part and registry.redefined(SURROGATES[name], part)
+    )
+
+
 def register_objective(
     name: str,
     part: Any = None,
@@ -131,7 +137,7 @@ def register_objective(
         )
     known = part if isinstance(part, str) else name
     row = Preset(advantage, known, aggregation, source or "a team's own", ratio, dict(paper or {}))
-    if name in PRESETS and PRESETS[name] != row:
+    if name in PRESETS and PRESETS[name] != row and not _defined_again(name, part):
         raise ValueError(
             f"objective {name!r} is registered already with other parts ({PRESETS[name]}): choose another name"
         )

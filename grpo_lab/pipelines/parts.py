@@ -21,7 +21,7 @@ from grpo_lab.pipelines.recipe import (
     RewardSection,
 )
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
-from grpo_lab.pipelines.typed_settings import hints_of, typed
+from grpo_lab.reading import hints_of, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset

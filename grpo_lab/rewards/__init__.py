@@ -20,6 +20,7 @@ _HOMES = {
     "GroupReward": "protocol",
     "group_reward": "group_function",
     "EquationSteps": "equation_steps",
+    "SplitStepReward": "steps",
     "StepReward": "steps",
     "TokenClassificationSteps": "token_classification",
     "step_reward": "steps",
@@ -36,6 +37,7 @@ __all__ = [
     "HashesReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
+    "SplitStepReward",
     "StepReward",
     "ThinkFormatReward",
     "TokenClassificationSteps",
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward
-    from grpo_lab.rewards.steps import StepReward, step_reward, steps_as_outcome
+    from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps
     from grpo_lab.rewards.working import worked_out
 

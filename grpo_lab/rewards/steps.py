@@ -15,15 +15,14 @@ In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.step_form import StepScores, checked_steps
 
-StepScores = list[tuple[int, float | None]]
 Splitter = Callable[[str], Sequence[int]]
 """``text -> ends``: for each step the index behind its last character, ascending."""
 
@@ -89,33 +88,6 @@ def step_reward(score: Callable[..., Any]) -> StepReward:
     return _FunctionStepReward(score)
 
 
-def checked_steps(scored: Any, completion_ids: Sequence[Sequence[int]], name: str) -> list[StepScores]:
-    """One list a completion, ends within it and ascending, scores finite or ``None``."""
-    rows = [list(row) for row in scored]
-    if len(rows) != len(completion_ids):
-        raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {len(completion_ids)} completions")
-    found: list[StepScores] = []
-    for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
-        steps: StepScores = []
-        for end, score in row:
-            last = steps[-1][0] if steps else -1
-            if not (isinstance(end, int) and last < end < len(ids)):
-                raise ValueError(
-                    f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
-                    f"ascend within the completion's {len(ids)} tokens (0 = first), and the one before is {last}"
-                )
-            value = None if score is None else float(score)
-            if value is not None and math.isnan(value):
-                value = None
-            if value is not None and math.isinf(value):
-                raise ValueError(
-                    f"step reward {name!r} gave {value} to a step of completion {place}; allowed are finite numbers, or None"
-                )
-            steps.append((end, value))
-        found.append(steps)
-    return found
-
-
 def by_line(text: str) -> list[int]:
     """Ends of the lines that hold more than white space, without the space at their ends."""
     ends, start = [], 0
@@ -151,8 +123,10 @@ def splitter(split: Splitter | str) -> Splitter:
     return split
 
 
-def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any) -> list[int]:
-    """For each end in characters the index of the token that holds the character before it; the last step ends with the completion.
+def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
+    """For each end in characters the index of the token that holds the character before it.
+
+    ``to_the_end``: behind the last step stands nothing but white space, so it ends with the completion (and its end token).
 
     Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever its
     offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly ascending.
@@ -165,7 +139,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
     found: list[int] = []
     low = 1
-    for wanted in character_ends[:-1]:
+    for wanted in character_ends[:-1] if to_the_end else character_ends:
         high = len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -174,7 +148,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
             else:
                 low = middle + 1
         found.append(low - 1)
-    return [*found, len(ids) - 1]
+    return [*found, len(ids) - 1] if to_the_end else found
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
@@ -227,15 +201,31 @@ class SplitStepReward(StepReward):
                 f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); LabTrainer does so"
             )
         texts = [completion_text(completion) for completion in completions]
-        cuts = [list(self.split(text)) for text in texts]
+        cuts = [self._cut(text) for text in texts]
         steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
         scores = self.score_all(prompts, steps, columns)
-        return [self._placed(*one) for one in zip(completion_ids, cuts, scores, strict=True)]
+        for texts_of, found in zip(steps, scores, strict=True):
+            if len(found) != len(texts_of):
+                raise ValueError(
+                    f"{self.name} scored {len(found)} of a completion's {len(texts_of)} steps; None is for one not scored"
+                )
+        return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 
-    def _placed(self, ids: Sequence[int], cuts: list[int], scores: Sequence[float | None]) -> StepScores:
+    def _cut(self, text: str) -> list[int]:
+        ends = list(self.split(text))
+        whole = all(isinstance(end, int) for end in ends)
+        if not whole or any(not a < b <= len(text) for a, b in zip([0, *ends], ends)):
+            raise ValueError(
+                f"`split` of {self.name} gave {ends} for a text of {len(text)} characters; it gives, for each step, the index behind its "
+                "last character, ascending"
+            )
+        return ends
+
+    def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
         """At the tokens where the steps end; of steps that end within one token the worst score stands."""
         merged: dict[int, float | None] = {}
-        for end, score in zip(token_ends(ids, cuts, self.tokenizer), scores, strict=bool(ids)):
+        to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
+        for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):
             before = merged.get(end)
             merged[end] = score if before is None else before if score is None else min(before, score)
         return [(end, score) for end, score in merged.items() if score is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 import time
@@ -10,9 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from grpo_lab.rewards import EquationSteps, StepReward, step_reward, steps_as_outcome
+from grpo_lab.rewards import EquationSteps, SplitStepReward, StepReward, step_reward, steps_as_outcome
 from grpo_lab.rewards.equations import NotArithmetic, judged, value_of
 from grpo_lab.rewards.steps import by_line, token_ends
 from grpo_lab.testing.tokenizer import tiny_tokenizer
@@ -47,6 +50,11 @@ def test_decorated() -> None:
         ([(0.5, 1.0)], "token 0.5"),
         ([(1, float("inf"))], "inf"),
         (None, "returned 0 lists for 1 completions"),
+        ([(True, 1.0)], "token True"),
+        ([(1, "good")], "a step is \\(end_token, score\\)"),
+        ([(1, 2, 3)], "a step is"),
+        ([0.5], "a step is"),
+        (0.5, "returned 0.5 for completion 0"),
     ],
 )
 def test_a_bad_step_reward_is_named(steps: Any, words: str) -> None:
@@ -56,6 +64,57 @@ def test_a_bad_step_reward_is_named(steps: Any, words: str) -> None:
 
     with pytest.raises(ValueError, match=r"step reward 'bad'.*" + words):
         call(bad, [[1, 2, 3]])
+
+
+def test_no_list_at_all_is_named_and_numbers_of_numpy_and_torch_are_taken() -> None:
+    with pytest.raises(ValueError, match=r"step reward 'nothing' returned None; a step reward returns \[\["):
+        call(step_reward(nothing), [[1, 2, 3]])
+    taken = step_reward(
+        lambda prompts, completions, completion_ids, **_: [[(np.int64(0), np.float32(1)), (torch.tensor(2), math.nan)]]
+    )
+    assert call(taken, [[1, 2, 3]]) == [[(0, 1.0), (2, None)]]
+
+
+def nothing(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> Any:
+    return None
+
+
+class Ones(SplitStepReward):
+    """1 for every step, and as many as it is told."""
+
+    count: int | None = None
+
+    def score_texts(self, prompt: Any, steps: list[str]) -> list[float]:
+        return [1.0] * (len(steps) if self.count is None else self.count)
+
+
+def test_a_last_step_that_stops_before_the_text_does_ends_there() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "3 + 4 = 7. And so on, for a while"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    reward = Ones(split=lambda text: [text.index(".") + 1], tokenizer=tokenizer)
+    ((end, _),) = call(reward, [ids], [text])[0]
+    assert tokenizer.decode(ids[: end + 1]).strip() == "3 + 4 = 7."
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (lambda text: [5, 3], r"`split` of Ones gave \[5, 3\]"),
+        (lambda text: [99], r"gave \[99\] for a text of 9 characters"),
+        (str.split, "gave .*index behind its last character"),
+    ],
+)
+def test_a_splitter_that_gives_no_ends_is_named(split: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(Ones(split=split, tokenizer=tiny_tokenizer()), [[1, 2, 3]], ["3 + 4 = 7"])
+
+
+def test_a_wrong_number_of_scores_is_named() -> None:
+    reward = Ones(tokenizer=tiny_tokenizer())
+    reward.count = 3
+    with pytest.raises(ValueError, match="Ones scored 3 of a completion's 1 steps"):
+        call(reward, [[1, 2, 3]], ["3 + 4 = 7"])
 
 
 def test_token_ends_by_decoding() -> None:

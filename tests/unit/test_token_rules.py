@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from grpo_lab.advantages import GroupMean, Process, StepTable, advantage_rule, level_of, reads_steps, token_rule
 from grpo_lab.batch import LocalRows, RewardTable
+from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded
 from grpo_lab.trainer.scoring.dead import alike
 
@@ -47,6 +49,17 @@ def test_the_level_is_an_attribute() -> None:
     mine.level = "word"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"'word'.*row.*token"):
         level_of(mine)
+
+
+def test_what_stands_on_tokens_without_loss_is_nobodys() -> None:
+    """A rule that divides by a row's loss tokens has 0/0 where a completion was cut out of the loss."""
+    mask = torch.tensor([[True, True], [False, False]])
+    here = replace(table(1), local=LocalRows(slice(0, 2), mask, mask.sum(1)))
+    answer = torch.tensor([[1.0, 2.0], [math.nan, math.inf]])
+    assert checked_advantages(answer, here).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert not checked_advantages(torch.ones(2, requires_grad=True), here).requires_grad
+    with pytest.raises(ValueError, match="finite: False"):
+        checked_advantages(answer.flip(0), here)
 
 
 def test_a_token_rule_needs_local_rows() -> None:

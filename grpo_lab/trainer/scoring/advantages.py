@@ -35,8 +35,11 @@ def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
     if not isinstance(advantages, Tensor):
         seen = f"a {type(advantages).__name__}"
     else:
+        advantages = advantages.detach()  # a number to the loss, whatever a team's rule made it with
         if tuple(advantages.shape) == (rows, 1) != tuple(local.mask.shape):
             advantages = advantages.squeeze(1)
+        if tuple(advantages.shape) == tuple(local.mask.shape):  # what stands on tokens without loss is nobody's
+            advantages = advantages.where(local.mask | advantages.isfinite(), 0)
         finite = bool(advantages.isfinite().all())
         if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
             return advantages

@@ -19,6 +19,7 @@ from grpo_lab.trainer.settings.knobs import (
     aggregation_from,
     in_words,
     name_of,
+    refuse_two_rules,
     surrogate_from,
 )
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
@@ -123,6 +124,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     push = surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     average = aggregation_from(chosen.aggregation or row.aggregation)
+    refuse_two_rules(settings.advantage, chosen.advantage)
     beside = chosen.advantage or row.advantage
     rule = advantage_from(settings.advantage, beside)
     objective = Objective(chosen.name or "custom", push, average, ratio, _kl_term(args, settings.kl))

@@ -19,7 +19,7 @@ from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
 from grpo_lab.nearest import refuse_unknown
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
 from grpo_lab.objectives.presets import OUR_PRESETS
-from grpo_lab.reading import from_json, read
+from grpo_lab.reading import from_json, read, typed
 from grpo_lab.trainer.settings.parse import (
     AdvantageSettings,
     LabSettings,
@@ -87,7 +87,7 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
             f"`delta`={args.delta} bounds the clipped surrogate and has no effect on {name_of(part)!r}; leave it out"
         )
     flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **_set(chosen.knobs)}, "surrogate")  # type: ignore[no-any-return]
+    return _built(part, {**flat, **_typed(chosen.knobs, part, "objective")}, "surrogate")  # type: ignore[no-any-return]
 
 
 def surrogate_part(chosen: ObjectiveSettings) -> Any:
@@ -101,7 +101,7 @@ def aggregation_from(chosen: Any) -> Aggregation:
     part = _part(name, AGGREGATIONS, "aggregation")
     known = registry.knobs_of(part) if isinstance(part, type) else {}
     _refuse(knobs, known, part, "aggregation", "aggregation", AGGREGATIONS)
-    return _built(part, _set(knobs), "aggregation")  # type: ignore[no-any-return]
+    return _built(part, _typed(knobs, part, "aggregation"), "aggregation")  # type: ignore[no-any-return]
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
@@ -118,7 +118,7 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
     part = _part(name, rules, "advantage")
     known = registry.knobs_of(part) if isinstance(part, type) else {}
     _refuse(knobs, known, part, "advantage", "advantage rule", rules)
-    rule = registry.built(part, _set(knobs), "advantage")
+    rule = registry.built(part, _typed(knobs, part, "advantage"), "advantage")
     return rule if level_of(rule) == "token" else _callable(rule, "advantage")
 
 
@@ -129,6 +129,17 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
         return settings.name, knobs
     name, beside = _named(fallback, "objective.advantage")
     return name, {**beside, **knobs}
+
+
+def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
+    """ValueError where ``advantage`` and ``objective.advantage`` name different rules."""
+    if own is None or own.name is None or beside is None:
+        return
+    name, _ = _named(beside, "objective.advantage")
+    if name != own.name:
+        raise ValueError(
+            f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one setting; leave one out"
+        )
 
 
 def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
@@ -177,13 +188,19 @@ def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in knobs.items() if value is not None}
 
 
+def _typed(knobs: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
+    """The knobs that are set, numbers and switches as the part's fields declare them."""
+    return typed(_set(knobs), part, where) if isinstance(part, type) else _set(knobs)
+
+
 def _refuse(
     knobs: Mapping[str, Any], known: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]
 ) -> None:
     """A knob that the part does not read is an error, not silence; one that no part has is misspelt."""
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
     own = [field.name for field in dataclasses.fields(ObjectiveSettings)] if where == "objective" else ["name"]
-    refuse_unknown(knobs, {*own, *known, *elsewhere} - {"knobs"}, f"`{where}`")
+    read_here = {*own, *known} - {"knobs"}
+    refuse_unknown([name for name in knobs if name not in elsewhere], read_here, f"`{where}`")
     for name, value in _set(knobs).items():
         if name in known:
             continue
