@@ -25,8 +25,8 @@ weights that a checkpoint lacks comes from elsewhere, and stays."""
 
 FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
 NO_ACCELERATOR = r".*pin_memory.*no accelerator"
-EXPERIMENTAL = r"You are importing from 'trl\.experimental'"
-"""TRL's SimPO, of which long2short makes use knowingly."""
+EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which is an experimental feature)"
+"""TRL's SimPO, which long2short uses knowingly; `rollout_func` (thinking budgets) and `environment_factory`."""
 
 SECONDS_IN_A_FILE = 30.0
 """Between two updates of the line of progress where nobody watches: a log file keeps each of them."""

@@ -96,8 +96,9 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
         console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
-        shown = {"seconds": sum(seconds.values()), "health": last_verdict(folder)}
-        terminal_summary(before, after, report=report, model_path=folder, **shown)
+        terminal_summary(
+            before, after, report=report, model_path=folder, seconds=sum(seconds.values()), health=last_verdict(folder)
+        )
     return Outcome(folder, report, before, after)
 
 

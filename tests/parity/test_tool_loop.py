@@ -143,7 +143,7 @@ def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_
 
 def test_the_oracle_sees_a_tool_token_that_carries_loss(models: dict[str, Path], tmp_path: Path) -> None:
     exact, script = tool_run("tools", models, tmp_path)
-    row = next(row for row in script.rows if not all(policys(row, script.turns)))
+    row = next(row for row in script.rows[4:] if not all(policys(row, script.turns)))  # the first group is dead
     script.turns.append((row[0], row[1]))  # as if the sampler had made all of it, the tool's answer too
     with pytest.raises(AssertionError):
         assert_same_movement(exact, by_hand(script, models["tools"], exact.start))

@@ -21,7 +21,7 @@ SHRUNK = [
     *("--per_device_train_batch_size", "32", "--max_completion_length", "24", "--evaluation.data.n", "10"),
 ]
 MOST_LINES = 25
-"""Of a shrunk quick start on stderr; with ``--verbose`` they are about sixty."""
+"""Of a shrunk quick start on stderr, redrawn bars included."""
 IMPORT_ALL = """
 import importlib, pkgutil, grpo_lab
 for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "reward flat": (
         [noisy(12)],
-        [noisy(10), noisy(12, last=0.1), noisy(4, every=40), [{**row, **DEAD} for row in noisy(12)]],
+        [noisy(10), noisy(12, last=0.1), noisy(4, every=40), noisy(8, every=20), [{**row, **DEAD} for row in noisy(12)]],
     ),
     "loss 0": ([run(ZERO)], [run(), run(*[DEAD] * 3), run({"loss": math.nan})]),
 }  # fmt: skip
