@@ -17,6 +17,7 @@ from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room
 from grpo_lab.pipelines.early_checks import check_columns
+from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
 from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
 from grpo_lab.rewards.schedules import weight_in_words
@@ -114,23 +115,6 @@ def _rewards(recipe: Recipe, config: Any) -> str:
     return ", ".join(told)
 
 
-def first_prompt(recipe: Recipe, rows: Any) -> str:
-    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
-    from grpo_lab.evaluation.generation import render_prompt
-
-    prompt = rows[0]["prompt"]
-    own = _own_tokenizer(recipe.model)
-    if own is None or isinstance(prompt, str):
-        return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
-    tokenizer = parts.load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
-    return repr(render_prompt(prompt, tokenizer).text) if tokenizer.chat_template else f"{prompt!r} (no chat template)"
-
-
-def _own_tokenizer(section: ModelSection) -> str | None:
-    """The folder of the recipe's tokenizer, or its model's, where it is here."""
-    return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)
-
-
 def _dropout(recipe: Recipe, config: Any) -> str:
     """The adapter's, as far as it is written down, and what any dropout means for the update."""
     rate = float(dict(recipe.model.lora or {}).get("lora_dropout") or 0.0)
@@ -213,7 +197,7 @@ def _stand_in(recipe: Recipe) -> ModelSection:
     if recipe.model.tiny is not None:
         return recipe.model
     tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
-    return dataclasses.replace(recipe.model, path=None, tokenizer=_own_tokenizer(recipe.model), tiny=tiny)
+    return dataclasses.replace(recipe.model, path=None, tokenizer=own_tokenizer(recipe.model), tiny=tiny)
 
 
 def _build_trainer(
