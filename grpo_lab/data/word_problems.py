@@ -63,8 +63,7 @@ def word_problems(
         families: names out of ``FAMILIES``; None for all.
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
-        misread: chance that ``worked_solution`` misreads a multiplicative event (see above). ``solution`` and the
-            problems themselves do not depend on it.
+        misread: chance that ``worked_solution`` misreads a multiplicative event (see above); nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice (``solution_style``).
         mixed: chance that it is written in Chinese.
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
