@@ -54,7 +54,7 @@ def word_problems(
     blurted: float = 0.0,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different word problems as a data set.
+    """``n`` different word problems: columns ``prompt, template, question, solution, worked_solution, family, steps``.
 
     Args:
         seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
@@ -69,9 +69,6 @@ def word_problems(
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
         blurted: chance that ``worked_solution`` is its last line alone, the answer.
         system_prompt: system turn, for template ``chat`` alone.
-
-    Returns:
-        columns ``prompt, template, question, solution, worked_solution, family, steps``.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different problems under these settings.
