@@ -54,7 +54,7 @@ def word_problems(
     blurted: float = 0.0,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different word problems as a data set.
+    """``n`` different word problems: columns ``prompt, template, question, solution, worked_solution, family, steps``.
 
     Args:
         seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
@@ -63,16 +63,12 @@ def word_problems(
         families: names out of ``FAMILIES``; None for all.
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
-        misread: chance that ``worked_solution`` misreads a multiplicative event (see above). ``solution`` and the
-            problems themselves do not depend on it.
+        misread: chance that ``worked_solution`` misreads a multiplicative event (see above); nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice (``solution_style``).
         mixed: chance that it is written in Chinese.
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
         blurted: chance that ``worked_solution`` is its last line alone, the answer.
         system_prompt: system turn, for template ``chat`` alone.
-
-    Returns:
-        columns ``prompt, template, question, solution, worked_solution, family, steps``.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different problems under these settings.
