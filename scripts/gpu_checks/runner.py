@@ -101,7 +101,7 @@ def judged(rows: list[Row]) -> Outcome:
 
 
 def failure(error: BaseException) -> Outcome:
-    where = "".join(traceback.format_exception(error))[-2000:]
+    where = "".join(traceback.format_exception(error))[-8000:]
     lines = str(error).strip().splitlines()
     told = {"type": type(error).__name__, "message": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
     return {"status": "failed", "rows": [], "error": told | {"traceback": where}}

@@ -32,14 +32,21 @@ def update_of(shape: str) -> Any:
 
     def section(setting: Setting) -> list[Row]:
         rows: list[Row] = []
-        for variant in VARIANTS if not setting.tiny or shape == "0.5B" else VARIANTS[:1]:
-            for share in DEAD_SHARES:
-                for side in SIDES:
-                    rows.append(attempt(setting, "tiny" if setting.tiny else shape, variant, share, side))
-                    free_memory()
+        for variant, share in cells(setting, shape):
+            for side in SIDES:
+                rows.append(attempt(setting, "tiny" if setting.tiny else shape, variant, share, side))
+                free_memory()
         return with_speed_up(rows)
 
     return section
+
+
+def cells(setting: Setting, shape: str) -> list[tuple[str, float]]:
+    """(variant, dead share). Tiny: one shape stands for both, so the second is asked for once, and dead groups beside every variant."""
+    every = [(variant, share) for variant in VARIANTS for share in DEAD_SHARES]
+    if not setting.tiny:
+        return every
+    return [cell for cell in every if cell[1] or cell[0] == "plain"] if shape == "0.5B" else every[1:2]
 
 
 def attempt(setting: Setting, shape: str, variant: str, share: float, side: str) -> Row:

@@ -16,7 +16,7 @@ from gpu_checks.runner import Row, Setting
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from distributed.cases import SPLIT, Case
-from distributed.launch import World, train_cases
+from distributed.launch import HERE, World, train_cases
 from distributed.test_ranks import first_weights, relative_difference, rounding
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 
@@ -54,7 +54,10 @@ def launched(setting: Setting, config: str, processes: int) -> World:
     for run in runs:
         run["args"]["use_cpu"] = plain_cpu  # accelerate leaves DeepSpeed out of a run that asks for a CPU
     more = {"ACCELERATE_USE_CPU": str(plain_cpu).lower()}
+    before: list[str] = []
     if config != "single" and not setting.gpu:
-        more["DS_ACCELERATOR"] = "cpu"
-    timeout = max(setting.left(), 1)
-    return train_cases(processes, models(setting), setting.folder / config, runs, config, timeout=timeout, **more)
+        more |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+        before = [str(HERE / "cpu_zero.py")]
+    timeout = max(setting.left() - 10, 1)  # it ends its own launch before this process is ended
+    out = setting.folder / config
+    return train_cases(processes, models(setting), out, runs, config, before, timeout=timeout, **more)

@@ -47,12 +47,10 @@ def test_every_section_gives_numbers(tmp_path: Path) -> None:
     for name in ("parity, fp32", "parity, bf16"):
         assert all(row["pass"] is True for row in sections[name]["rows"])
     updates = sections["update, 0.5B"]["rows"]
-    assert {(r["variant"], r["dead"], r["side"]) for r in updates} == {
-        (variant, dead, side)
-        for variant in ("plain", "checkpointing", "LoRA")
-        for dead in (0.0, 0.5)
-        for side in ("stock", "ours")
-    }
+    every = [("plain", 0.0), ("plain", 0.5), ("checkpointing", 0.5), ("LoRA", 0.5)]
+    assert [(r["variant"], r["dead"], r["side"]) for r in updates] == [
+        (*c, s) for c in every for s in ("stock", "ours")
+    ]
     for row in updates:
         assert min(row["seconds"], row["tokens/s"], row["peak MiB"]) > 0
         assert row["MFU"] == "unknown", "no CPU has a peak in the table"
