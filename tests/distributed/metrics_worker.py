@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.exchange_worker import expected_bytes
 from grpo_lab import LabConfig
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, problems
@@ -35,7 +36,7 @@ class Counted(ExactUpdate):
         budget, plan, rows = super()._exchanged(window, found)
         accelerator, mine = self.trainer.accelerator, range(sum(part["prompt_ids"].size(0) for part in window))
         total = expected_bytes(window, plan, accelerator)
-        unmoved = window[0].get("policy_unmoved")
+        unmoved = Carried(window[0]).unmoved
         if unmoved is None or unmoved.all():  # first pass: log-probs come home for the second one, 4 bytes a token
             lengths = [int(n) for part in window for n in part["completion_mask"].sum(1)]
             here = {row for one in plan.bins[accelerator.process_index] for row in one}
