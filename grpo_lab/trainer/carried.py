@@ -19,7 +19,10 @@ OURS = "grpo_lab."
 EARLIER: dict[str, str] = {
     "old_log_probs_as_generated": f"{OURS}as_generated",
     "length_quartile": f"{OURS}length_quartile",
+    "position_offset": f"{OURS}position_offset",
 }
+#: the field of ``Carried.position_offset``, where rows are picked by their fields' names
+POSITION_OFFSET = f"{OURS}position_offset"
 
 
 class _Field:
@@ -52,6 +55,8 @@ class Carried:
             batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing. Never where
             forwards are random: another forward is another draw.
         unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``old_logps``.
+        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a batch that was put
+            together from several.
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
     """
 
@@ -62,6 +67,7 @@ class Carried:
     as_generated = _Field(f"{OURS}as_generated")
     unmoved = _Field(f"{OURS}unmoved")
     length_quartile = _Field(f"{OURS}length_quartile")
+    position_offset = _Field(POSITION_OFFSET)
 
     def __init__(self, fields: MutableMapping[str, Any]) -> None:
         self.fields = fields
@@ -73,4 +79,4 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
     return mask & fields["tool_mask"].bool() if "tool_mask" in fields else mask
 
 
-__all__ = ["EARLIER", "OURS", "Carried", "loss_mask"]
+__all__ = ["EARLIER", "OURS", "POSITION_OFFSET", "Carried", "loss_mask"]

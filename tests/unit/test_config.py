@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"objective": {"name": "grpo", "surogate": "clipped"}},
         ("`objective`", "'surogate'", "'surrogate'"),
     ),
-    "misspelt in advantage": ({"advantage": {"name": "group_mean", "eps": 1}}, ("`advantage`", "'eps'", "epsilon")),
+    "misspelt in advantage": ({"advantage": {"name": "group_zscore", "eps": 1}}, ("`advantage`", "'eps'", "epsilon")),
     "misspelt in kl": ({"kl": {"estimater": "k1"}}, ("`kl`", "'estimater'", "'estimator'")),
     "misspelt in update": ({"update": {"dead_group": "skip"}}, ("`update`", "'dead_group'", "'dead_groups'")),
     "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),

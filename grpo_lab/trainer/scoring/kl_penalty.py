@@ -19,13 +19,12 @@ from torch import Tensor
 from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored
 from grpo_lab.trainer.scoring.cut import mask_cut
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
 from grpo_lab.trainer.step.old_policy import trl_log_probs
-from grpo_lab.trainer.step.row_table import POSITION_OFFSET
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -98,9 +97,7 @@ def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(multimodal):
         return log_probs_in_bins(trainer, trainer.model, batch)
     size = trainer.args.per_device_train_batch_size
-    if (
-        POSITION_OFFSET in batch
-    ):  # rows of several generations, text only: each keeps the positions that it had in its own
+    if POSITION_OFFSET in batch:  # rows of several generations, text only: each keeps the positions of its own
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
         starts = range(0, batch["prompt_ids"].size(0), size)
         parts = [{name: batch[name][start : start + size] for name in names} for start in starts]

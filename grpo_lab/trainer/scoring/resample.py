@@ -17,11 +17,11 @@ import torch
 from datasets import Dataset
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
 from grpo_lab.trainer.scoring.dead import live_groups
-from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
+from grpo_lab.trainer.step.row_table import RowTable
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
 from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.part_questions import has_team_parts
-from grpo_lab.trainer.step.row_table import POSITION_OFFSET, RowTable
+from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:

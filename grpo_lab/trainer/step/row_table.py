@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.carried import loss_mask
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
-#: key, in TRL's dict of a batch that was put together from several, of each row's ``RowTable.offset`` in the batch that it was generated in
-POSITION_OFFSET = "position_offset"
 #: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
 FILL = {"importance_sampling_ratio": 1}
 
@@ -167,11 +165,11 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
 
     ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
     """
-    if POSITION_OFFSET not in inputs:
+    first = Carried(inputs).position_offset
+    if first is None:
         return None
     prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
     width = inputs["prompt_ids"].size(1)
-    first = inputs[POSITION_OFFSET]
     steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
     moved = (first - (width - prompts)).unsqueeze(1) + steps
     last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
@@ -195,4 +193,4 @@ def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
 
-__all__ = ["FILL", "POSITION_OFFSET", "Bin", "RowTable", "is_of_prompt", "per_token_fields", "positions_at_generation"]
+__all__ = ["FILL", "Bin", "RowTable", "is_of_prompt", "per_token_fields", "positions_at_generation"]
