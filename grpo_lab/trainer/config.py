@@ -116,6 +116,8 @@ class LabConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_choices(vars(self))
+        if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
+            raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
         check_batch_sizes(self)
         super().__post_init__()
         self.agree()

@@ -42,6 +42,13 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "misspelt in advantage": ({"advantage": {"name": "group_zscore", "eps": 1}}, ("`advantage`", "'eps'", "epsilon")),
     "misspelt in kl": ({"kl": {"estimater": "k1"}}, ("`kl`", "'estimater'", "'estimator'")),
     "misspelt in update": ({"update": {"dead_group": "skip"}}, ("`update`", "'dead_group'", "'dead_groups'")),
+    "budget without bins": ({"update": {"name": "off", "max_tokens": 64}}, ("`update.max_tokens`", "`update: off`")),
+    "all rows of all rows": (
+        {"update": {"name": "off", "dead_groups": "keep"}},
+        ("`update.dead_groups: keep`", "`update: off`"),
+    ),
+    "empty objective": ({"objective": ""}, ("`objective` is ''", "dr_grpo")),
+    "reset that is no switch": ({"reset_optimizer": "maybe"}, ("`reset_optimizer`", "'maybe'")),
     "unknown preset": ({"objective": "dr-grpo"}, ("'dr-grpo'", "dr_grpo")),
     "unknown surrogate": ({"objective": {"name": "grpo", "surrogate": "cliped"}}, ("'cliped'", "clipped")),
     "unknown aggregation": ({"objective": {"name": "grpo", "aggregation": "mean"}}, ("'mean'", "sequence_mean")),

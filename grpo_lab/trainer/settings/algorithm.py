@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.advantages import AdvantageRule
-from grpo_lab.objectives import RATIO_LEVELS, SURROGATES, KLTerm, Objective, aggregation, preset, surrogate
+from grpo_lab.objectives import PRESETS, RATIO_LEVELS, SURROGATES, KLTerm, Objective, aggregation, preset, surrogate
 from grpo_lab.trainer.settings.knobs import (
     CLIP,
     advantage_choice,
@@ -120,6 +120,10 @@ def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
+    if chosen.name == "":
+        raise ValueError(
+            f"`objective` is '', an empty name; it must be one of {sorted(PRESETS)}, or left out for TRL's own settings"
+        )
     row = preset(chosen.name or "grpo")
     push = surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
