@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_lab import registry
 from grpo_lab.advantages.batch_zscore import BatchZScore
+from grpo_lab.advantages.gae import gae
 from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
@@ -50,6 +51,7 @@ __all__ = [
     "Raw",
     "StepTable",
     "advantage_rule",
+    "gae",
     "level_of",
     "outcome_of",
     "reads_steps",

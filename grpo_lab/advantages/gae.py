@@ -1,0 +1,50 @@
+"""Generalised advantage estimation: what a critic's values make of rewards per token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_lab.advantages.reward_to_go import reward_to_go
+from grpo_lab.masked import safe
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of the policy's own tokens (arXiv 1506.02438, eq. 11 to 16).
+
+        δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
+
+    t⁺ is the next token that the policy made, and n(t,s) counts those from t (inclusive) to s (exclusive): tool output and padding are no
+    time steps (``mask``). After the last one the value is 0: a completion is an episode, whether it ended by itself or was cut.
+    λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
+
+    Args:
+        rewards, values: ``[B, T]``, in units of the reward; read only where ``mask`` is True.
+        mask: bool ``[B, T]``.
+        gamma: discount in [0, 1] per own token.
+        lam: λ in [0, 1], how far errors of the values reach back.
+
+    Returns:
+        ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False. Gradients flow through both: detach ``values`` first.
+
+    Raises:
+        ValueError: γ or λ outside [0, 1], or shapes that differ.
+    """
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not (math.isfinite(number) and 0 <= number <= 1):
+            raise ValueError(f"{name} is {number}; it lies in [0, 1]")
+    if not rewards.shape == values.shape == mask.shape:
+        shapes = [tuple(x.shape) for x in (rewards, values, mask)]
+        raise ValueError(f"rewards, values and mask have the shapes {shapes}; they must be one shape [B, T]")
+    mask = mask.bool()
+    own = safe(values, mask)
+    order = (~mask).long().argsort(dim=1, stable=True)  # own tokens first, in their order; 0 behind them
+    following = torch.nn.functional.pad(own.gather(1, order)[:, 1:], (0, 1))
+    ahead = torch.zeros_like(own).scatter(1, order, following)
+    advantages = reward_to_go(safe(rewards, mask) + gamma * ahead - own, mask, gamma * lam)
+    return advantages, (advantages + own).masked_fill(~mask, 0.0)
+
+
+__all__ = ["gae"]
