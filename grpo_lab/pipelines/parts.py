@@ -32,6 +32,7 @@ REWARDS = {
     "boxed": "BoxedReward",
     "coin": "CoinReward",
     "hashes": "HashesReward",
+    "sorting": "SortingReward",
     "think_format": "ThinkFormatReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",

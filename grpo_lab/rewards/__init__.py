@@ -21,6 +21,7 @@ _HOMES = {
     "group_reward": "group_function",
     "EquationSteps": "equation_steps",
     "SplitStepReward": "steps",
+    "SortingReward": "sorting",
     "StepReward": "steps",
     "TokenClassificationSteps": "token_classification",
     "step_reward": "steps",
@@ -37,6 +38,7 @@ __all__ = [
     "HashesReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
+    "SortingReward",
     "SplitStepReward",
     "StepReward",
     "ThinkFormatReward",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward
+    from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps
     from grpo_lab.rewards.working import worked_out

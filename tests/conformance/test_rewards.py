@@ -19,6 +19,7 @@ from grpo_lab.rewards import (
     HashesReward,
     KimiLengthReward,
     LanguageConsistencyReward,
+    SortingReward,
     ThinkFormatReward,
 )
 
@@ -45,6 +46,7 @@ ROWS: dict[str, Row] = {
     "accuracy lenient": Row(lambda: AccuracyReward(mode="lenient", timeout_s=2.0, workers=1)),
     "boxed": Row(lambda: BoxedReward(unreadable=-1.0, timeout_s=2.0, workers=1), good=r"So it is \boxed{18}."),
     "hashes": Row(HashesReward, good="Nine times two is 18.\n#### 18"),
+    "sorting": Row(SortingReward, good="1 8"),
     "think_answer": Row(ThinkFormatReward),
     "think": Row(lambda: ThinkFormatReward(form="think"), good="<think>Nine twos.</think> 18"),
     "language": Row(LanguageConsistencyReward),
@@ -101,6 +103,7 @@ def call(reward: Any, texts: list[Any], **columns: Any) -> list[float | None]:
         "completions": texts,
         "completion_ids": [list(range(min(length, 500))) for length in lengths],
         "solution": ["18"] * len(texts),
+        "numbers": [[8, 1]] * len(texts),
     }
     return list(reward(**{**given, **columns}))
 

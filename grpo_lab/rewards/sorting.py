@@ -1,0 +1,100 @@
+"""SortingReward: how well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and show it.
+
+    distance                       Σ_i 1[o_i = sorted(q)_i]                                                     0 … L
+    inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                                     0 … 2L − 1
+    inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]                        0 … 2L − 1
+    exact                          1[o = sorted(q)]                                                            0 or 1
+
+Source: the sorting chapter of the sources (CS336 lecture 17). Its code has ``inclusion_ordering``, which asks of every prompt token whether it
+occurs at all; its formula counts with multiplicity. They differ where a prompt repeats a number: [4, 2, 4, 4] → [0, 2, 4, 6] earns 7 by
+the code and 5 by the formula. A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_lab.rewards.completion import completion_text
+
+_INTEGER = re.compile(r"-?[0-9]+")
+#: a longer run of digits is no number of a prompt
+MOST_DIGITS = 18
+
+
+def _in_order(answer: Sequence[int | None]) -> int:
+    pairs = zip(answer, answer[1:], strict=False)
+    return sum(a is not None and b is not None and a <= b for a, b in pairs)
+
+
+def _distance(numbers: list[int], answer: Sequence[int | None]) -> float:
+    return float(sum(a == b for a, b in zip(sorted(numbers), answer, strict=True)))
+
+
+def _inclusion(numbers: list[int], answer: Sequence[int | None]) -> float:
+    return float(sum(x in answer for x in numbers) + _in_order(answer))
+
+
+def _multiset(numbers: list[int], answer: Sequence[int | None]) -> float:
+    return float(sum((Counter(numbers) & Counter(x for x in answer if x is not None)).values()) + _in_order(answer))
+
+
+def _exact(numbers: list[int], answer: Sequence[int | None]) -> float:
+    return float(list(answer) == sorted(numbers))
+
+
+KINDS: dict[str, Callable[[list[int], Sequence[int | None]], float]] = {
+    "distance": _distance,
+    "inclusion_ordering": _inclusion,
+    "inclusion_ordering_multiset": _multiset,
+    "exact": _exact,
+}
+
+
+class SortingReward:
+    """Reads the integers of a completion in order; fewer or more than the prompt's L earn 0.
+
+    Args:
+        kind: ``distance``, ``inclusion_ordering``, ``inclusion_ordering_multiset`` or ``exact`` (the formulas above).
+    """
+
+    columns = ("numbers",)
+
+    def __init__(self, kind: str = "exact") -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; it must be one of {list(KINDS)}")
+        self.kind = kind
+        self.__name__ = f"sorting_{kind}_reward"  # TRL names its metrics after this
+
+    def __repr__(self) -> str:
+        return f"SortingReward({self.kind!r})"
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        numbers: Sequence[Sequence[int]] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Rewards in order; None where a row has no numbers to sort."""
+        if completions is None or numbers is None:
+            raise ValueError("SortingReward needs completions=[...] and the prompts' integers in the column 'numbers'")
+        if len(completions) != len(numbers):
+            raise ValueError(
+                f"got {len(completions)} completions and {len(numbers)} rows of numbers; they must be one to one"
+            )
+        return [self._score(completion_text(text), row) for text, row in zip(completions, numbers, strict=True)]
+
+    def _score(self, text: str, row: Sequence[int]) -> float | None:
+        if not row:
+            return None
+        found = _INTEGER.findall(text)
+        if len(found) != len(row):
+            return 0.0
+        answer = [int(one) if len(one) <= MOST_DIGITS else None for one in found]
+        return KINDS[self.kind]([int(x) for x in row], answer)
+
+
+__all__ = ["KINDS", "SortingReward"]
