@@ -136,6 +136,7 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
     if section.tiny is not None:
         from grpo_lab.testing import tiny_model
 
+        refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
         settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
         return tiny_model(**settings, tokenizer=section.tokenizer)
     from transformers import AutoModelForCausalLM

@@ -122,6 +122,7 @@ def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     builders: list[tuple[dict[str, Any], Any, str]] = [
         ({"data": {"loader": "word_problems", "n": True}}, lambda r: parts.load_rows(r.data), "`data.n` is True; it must be"),
         ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
+        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
         ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: parts.lora_config(r.model), "`model.lora.r` is 'many'"),
     ]  # fmt: skip
     for changed, build, message in builders:
