@@ -116,6 +116,20 @@ def test_switches_are_read_in_every_writing() -> None:
     assert parts.lab_config(given("--save_strategy", "no")).save_strategy == "no"  # YAML 1.1: false
 
 
+def test_a_rewards_weight_is_said_once() -> None:
+    def weights(weight: float, beside: list[float]) -> Any:
+        rewards = [{"name": "accuracy", "weight": weight}]
+        return parts.lab_config(
+            recipe_from({**read_yaml_text(TEXT), "rewards": rewards, "reward_weights": beside})
+        ).reward_weights
+
+    assert (weights(1.0, [2.0]), weights(2.0, [2.0])) == ([2.0], [2.0])
+    with pytest.raises(
+        ValueError, match=r"`rewards\.0\.weight` is 0\.5 and `reward_weights\.0` is 2\.0: they are one setting"
+    ):
+        weights(0.5, [2.0])
+
+
 def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     data = recipe_from({**read_yaml_text(TEXT), "data": {"loader": "word_problems", "n": "1e1"}}).data
     assert len(parts.load_rows(data)) == 10
