@@ -68,7 +68,7 @@ def check_std(std: str) -> None:
     """At the door of the rules that divide by a standard deviation: which one."""
     if std not in DEVIATIONS:
         raise ValueError(
-            f"`advantage.std` is {std!r}; it must be one of {sorted(DEVIATIONS)} (n − 1 or n in the denominator)"
+            f"`advantage.std` is {std!r}; it must be one of {sorted(DEVIATIONS)} (n or n − 1 in the denominator)"
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_lab import registry
+from grpo_lab.nearest import did_you_mean
 from grpo_lab.objectives.aggregation import AGGREGATIONS
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
@@ -82,7 +83,10 @@ RESERVED = ("name", "advantage", "ratio", "surrogate", "aggregation")
 def preset(name: str) -> Preset:
     """The row called ``name``."""
     if name not in PRESETS:
-        raise ValueError(f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}")
+        raise ValueError(
+            f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}, or 'module:name' of one that a module of yours "
+            f"registers{did_you_mean(name, PRESETS)}"
+        )
     return PRESETS[name]
 
 

@@ -137,6 +137,7 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
     if section.tiny is not None:
         from grpo_lab.testing import tiny_model
 
+        refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
         settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
         return tiny_model(**settings, tokenizer=section.tokenizer)
     from transformers import AutoModelForCausalLM
@@ -235,7 +236,15 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
     settings = {"output_dir": str(recipe.output_dir), "report_to": "none", **numbers_read(recipe).arguments, **more}
     if recipe.rewards:
-        settings.setdefault("reward_weights", [reward.weight for reward in recipe.rewards])
+        weights = [reward.weight for reward in recipe.rewards]
+        beside = settings.setdefault("reward_weights", weights)
+        for place, (own, other) in enumerate(
+            zip(weights, beside or [], strict=False)
+        ):  # more where the trainer declares some
+            if own not in (1.0, other):  # 1: nothing was said there
+                raise ValueError(
+                    f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one setting; leave one out"
+                )
     _check_eval(recipe, settings)
     return LabConfig(**settings)
 

@@ -152,7 +152,16 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
-    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is none."""
+    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is none.
+
+    Raises:
+        ValueError: ``reward`` is no step reward.
+    """
+    if not isinstance(reward, StepReward):
+        raise ValueError(
+            f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or an object "
+            "whose class derives from `StepReward`"
+        )
 
     def outcome(
         prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any

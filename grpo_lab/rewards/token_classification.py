@@ -73,6 +73,7 @@ class TokenClassificationSteps(SplitStepReward):
         self.__name__ = "token_classification_steps"
         named = isinstance(model, str | Path)
         self.source = str(model) if named else type(model).__name__
+        self.columns = () if column is None else (column,)  # the trainer looks for them among the rows
         self.separator, self.column, self.batch_size, self.device = separator, column, batch_size, device
         self._model: Any = None if named else model
         if model_tokenizer is None and not named:

@@ -55,7 +55,9 @@ def test_population_standard_deviation() -> None:
     # the batch: Σ(r − m)² = 87/8, n = 8: variance 87/64, std √87/8
     std = math.sqrt(87) / 8 + 1e-4
     close(BatchZScore(std="population")(REWARDS, 4), [v / std for v in (0.75, -0.25, -0.25, -0.25, 1, -1, -1, 1)])
-    with pytest.raises(ValueError, match=r"`advantage\.std` is 'bessel'; it must be one of \['population', 'sample'\]"):
+    with pytest.raises(
+        ValueError, match=r"`advantage\.std` is 'bessel'; it must be one of \['population', 'sample'\] \(n or n − 1 "
+    ):
         GroupZScore(std="bessel")
 
 

@@ -102,7 +102,9 @@ def test_diagnostics_are_the_surrogates_and_carry_no_gradient() -> None:
 
 def test_preset_by_name() -> None:
     assert (preset("dr_grpo").advantage, preset("dr_grpo").aggregation) == ("group_mean", "fixed_budget")
-    with pytest.raises(ValueError, match=r"`objective` is 'grop'; it must be one of .*grpo"):
+    with pytest.raises(
+        ValueError, match=r"`objective` is 'grop'; it must be one of .*'module:name'.*did you mean 'grpo'"
+    ):
         preset("grop")
 
 

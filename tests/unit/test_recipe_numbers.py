@@ -116,12 +116,27 @@ def test_switches_are_read_in_every_writing() -> None:
     assert parts.lab_config(given("--save_strategy", "no")).save_strategy == "no"  # YAML 1.1: false
 
 
+def test_a_rewards_weight_is_said_once() -> None:
+    def weights(weight: float, beside: list[float]) -> Any:
+        rewards = [{"name": "accuracy", "weight": weight}]
+        return parts.lab_config(
+            recipe_from({**read_yaml_text(TEXT), "rewards": rewards, "reward_weights": beside})
+        ).reward_weights
+
+    assert (weights(1.0, [2.0]), weights(2.0, [2.0])) == ([2.0], [2.0])
+    with pytest.raises(
+        ValueError, match=r"`rewards\.0\.weight` is 0\.5 and `reward_weights\.0` is 2\.0: they are one setting"
+    ):
+        weights(0.5, [2.0])
+
+
 def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     data = recipe_from({**read_yaml_text(TEXT), "data": {"loader": "word_problems", "n": "1e1"}}).data
     assert len(parts.load_rows(data)) == 10
     builders: list[tuple[dict[str, Any], Any, str]] = [
         ({"data": {"loader": "word_problems", "n": True}}, lambda r: parts.load_rows(r.data), "`data.n` is True; it must be"),
         ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
+        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
         ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: parts.lora_config(r.model), "`model.lora.r` is 'many'"),
     ]  # fmt: skip
     for changed, build, message in builders:

@@ -40,6 +40,9 @@ def test_decorated() -> None:
     outcome = steps_as_outcome(thirds)
     assert outcome(["p"] * 2, ["a", "b"], completion_ids=[[1] * 7, [1]]) == [3.5, None]
     assert outcome.__name__ == "thirds"
+    for other in (len, EquationSteps):
+        with pytest.raises(ValueError, match=r"`steps_as_outcome` was given .*; it takes a step reward"):
+            steps_as_outcome(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

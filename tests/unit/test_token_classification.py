@@ -118,6 +118,7 @@ def test_messages_need_a_template_or_a_column(folder: Path) -> None:
         call(reward, messages)
     by_column = TokenClassificationSteps(folder, column="question", tokenizer=tiny_tokenizer())
     assert call(by_column, messages, question=PROMPTS, steps=[1, 2, 2]) == call(reward)
+    assert (by_column.columns, reward.columns) == (("question",), ())  # looked for before training
     with pytest.raises(ValueError, match=r"reads the column 'question' .* rows have \['solution'\]"):
         call(by_column, messages, solution=PROMPTS)
     words = byte_tokenizer()
