@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from grpo_lab.rewards.completion import completion_text
@@ -25,8 +26,7 @@ MOST_DIGITS = 18
 
 
 def _in_order(answer: Sequence[int | None]) -> int:
-    pairs = zip(answer, answer[1:], strict=False)
-    return sum(a is not None and b is not None and a <= b for a, b in pairs)
+    return sum(a is not None and b is not None and a <= b for a, b in pairwise(answer))
 
 
 def _distance(numbers: list[int], answer: Sequence[int | None]) -> float:
