@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from datasets import Dataset
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _as_from_a_terminal() -> Iterator[None]:
+    """A shell lets what it starts in the background ignore Ctrl-C, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def trainer_in(folder: Path, interrupt_at: int | None = None, times: int = 1, **changes: Any) -> LabTrainer:

@@ -227,6 +227,9 @@ def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp
         stderr=subprocess.PIPE,
         start_new_session=True,
         env={**os.environ, "COLUMNS": "200"},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where this suite runs in the background
     )
     assert process.stderr is not None
     seen = b""
