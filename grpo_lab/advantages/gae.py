@@ -21,7 +21,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
     λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
 
     Args:
-        rewards, values: ``[B, T]``, in units of the reward; read only where ``mask`` is True.
+        rewards: ``[B, T]``, read only where ``mask`` is True.
+        values: ``[B, T]``, the critic's, in units of the reward; read only where ``mask`` is True.
         mask: bool ``[B, T]``.
         gamma: discount in [0, 1] per own token.
         lam: λ in [0, 1], how far errors of the values reach back.

@@ -122,7 +122,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     page = Page(comparison_page(compare([tmp_path / "a", tmp_path / "b"])))
     assert_self_contained(page)
     assert "<script>a</script>" in page.text
-    assert "49" not in page.text.split("Results")[0]
+    assert page.text.count("{{7*7}}") >= 2  # a template language would have made 49 of it
 
 
 def test_a_default_written_out_is_the_same_judge() -> None:
