@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.rollouts.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
-from grpo_lab.rollouts.server import HOST, Server, ServerGone, ServerOptions
+from grpo_lab.rollouts.server import HOST, Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone
 
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.rollouts.server import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone
 
 LOOK_TIMEOUT = 5.0
 #: lines of /metrics that move while an engine works

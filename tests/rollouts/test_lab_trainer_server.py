@@ -31,7 +31,8 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.serve import refuse_unsupported_model
-from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, wait_until_ready
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, answers, wait_until_ready
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout import server_client

@@ -19,14 +19,8 @@ import pytest
 import torch
 
 from grpo_lab.rollouts.proof import forward_logprobs, sync_gap, tolerance_for
-from grpo_lab.rollouts.server import (
-    Server,
-    ServerGone,
-    ServerOptions,
-    bound_session,
-    post_json,
-    wait_until_ready,
-)
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, bound_session, post_json, wait_until_ready
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.weight_files import WeightCourier, read_shards, trusted_folder, write_shards
 

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer
 
 from grpo_lab.rollouts.claim import this_run
 from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, bound_session, post_json
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, answers, bound_session, post_json
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model

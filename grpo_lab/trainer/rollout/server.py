@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
-from grpo_lab.rollouts.server import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.trainer.resume.interrupt import kept
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong

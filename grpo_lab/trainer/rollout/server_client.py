@@ -20,9 +20,9 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, TensorDifference
-from grpo_lab.rollouts.server import (
+from grpo_lab.rollouts.server import WORKER_EXTENSION
+from grpo_lab.rollouts.server_talk import (
     CONNECT_TIMEOUT,
-    WORKER_EXTENSION,
     ServerGone,
     bound_session,
     post_json,
