@@ -1,8 +1,8 @@
 """A vLLM server on 127.0.0.1: its command line, its start and its end.
 
 It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
-since weight sync needs them; they let anybody who can reach the port replace the model, so the address is 127.0.0.1
-unless another one is named (`host`: between the machines of a cluster).
+since weight sync needs them; they let whoever may ask replace the model. So the address is 127.0.0.1 unless another one
+is named (`host`: between the machines of a cluster), and every request needs a token (`server_token`, `server_access`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,24 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
+from grpo_lab.rollouts.server_access import HOSTS_VARIABLE, LIMIT_VARIABLE
 from grpo_lab.rollouts.server_talk import wait_until_ready
+from grpo_lab.rollouts.server_token import VARIABLE, Token, of_server
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
+GUARD = "grpo_lab.rollouts.server_access.Guard"
+#: of the trainer that starts a server, and not for it
+OF_ANOTHER_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve and where. `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU."""
+    """What to serve and where.
+
+    `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU. `token_file`: see `server_token`.
+    `allow_hosts`: names under which it is asked, beside its address and this machine's. `max_request_mib`: longest request.
+    """
 
     model: str
     port: int = 8000
@@ -37,6 +46,9 @@ class ServerOptions:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     host: str = HOST
+    token_file: Path | None = None
+    allow_hosts: tuple[str, ...] = ()
+    max_request_mib: int = 256
 
     def __post_init__(self) -> None:
         if not 1024 <= self.port <= 65535:
@@ -47,6 +59,11 @@ class ServerOptions:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {share}")
+        if self.max_request_mib < 1:
+            raise ValueError(f"max_request_mib must be >= 1, got {self.max_request_mib}")
+        for name in self.allow_hosts:
+            if not name or not name.isascii() or any(character in name for character in ",/: "):
+                raise ValueError(f"a host that is allowed must be a name such as node7, without a port, got {name!r}")
 
     def _check_host(self) -> None:
         try:
@@ -57,8 +74,8 @@ class ServerOptions:
             ) from None
         if address.is_unspecified:
             raise ValueError(
-                f"server host {self.host} means every network of this machine, and whoever reaches the port can replace the "
-                f"model: name one address in a private network that you trust, or leave the host out ({HOST})"
+                f"server host {self.host} means every network of this machine, and the token travels in clear: name one "
+                f"address in a private network that you trust, or leave the host out ({HOST})"
             )
 
     @property
@@ -95,6 +112,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
         else:
             command += [flag, str(value)]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
+    command += ["--middleware", GUARD, "--allowed-origins", "[]", "--disable-fastapi-docs"]
     if options.tensor_parallel_size > 1:
         command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
     if options.gpu_memory_utilization is not None:
@@ -104,16 +122,21 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     return command
 
 
-def server_environment() -> dict[str, str]:
-    """This process's environment with the server's development endpoints on and usage statistics off.
+def server_environment(options: ServerOptions, token: str) -> dict[str, str]:
+    """This process's environment with the server's development endpoints on, usage statistics off, and what `Guard` reads.
 
     Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
     more and pins itself to a core; the engine has a process of its own in any case.
     """
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name in ("VLLM_CPU_KVCACHE_SPACE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", *OF_ANOTHER_RUN):
         environment.pop(name, None)
+    environment |= {
+        VARIABLE: token,
+        HOSTS_VARIABLE: ",".join((str(ipaddress.ip_address(options.host)), *options.allow_hosts)),
+    }
+    environment[LIMIT_VARIABLE] = str(options.max_request_mib * 1024**2)
     return environment
 
 
@@ -139,28 +162,36 @@ class Server:
         self.log = log
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
+        self.token: Token | None = None
 
     def start(self) -> Server:
-        """Start the process and wait until it is healthy."""
+        """Start the process and wait until it is healthy. Its token's file is there before it is."""
+        self.token = of_server(self.options.base_url, self.options.token_file)
+        try:
+            return self._start(self.token.value)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, token: str) -> Server:
         command = server_command(self.options, on_cpu=runs_on_cpu())
         with nullcontext() if self.log is None else self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=server_environment(),
+                env=server_environment(self.options, token),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-        try:
-            wait_until_ready(self.options.base_url, self.start_timeout, process=self.process, log=self.log)
-        except BaseException:
-            self.stop()
-            raise
+        limit = self.start_timeout
+        wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """End the server and its workers: politely, then not."""
+        """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
+        if self.token is not None:
+            self.token.forget()
         if self.process is None:
             return
         for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):

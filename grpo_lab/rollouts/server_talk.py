@@ -6,14 +6,17 @@ TRL's client has retries but no time limit: a server that hangs, hangs the run. 
 
 from __future__ import annotations
 
+import http.client
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from grpo_lab.rollouts.server_token import VARIABLE, token_of
 
 CONNECT_TIMEOUT = 10.0
 LIMITS = "limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations"
@@ -23,30 +26,69 @@ class ServerGone(ConnectionError):
     """The server did not come up in time, or no longer answers."""
 
 
-def answers(url: str, timeout: float = 5.0) -> bool:
-    """True where a GET of `url` is answered with status 200 in time."""
+def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
+    """Status and text of a GET, (None, b"") where there is no answer in time. The token does not follow a redirection."""
+    request = urllib.request.Request(url)
+    if token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            return int(response.status) == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return int(response.status), response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        return None, b""
+
+
+def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
+    """True where a GET of `url` is answered with status 200 in time."""
+    return got(url, token, timeout)[0] == 200
+
+
+class TokenRefused(ValueError):
+    """There is a server, and it does not take this process's token."""
 
 
 def wait_until_ready(
-    base_url: str, timeout: float, *, process: subprocess.Popen[bytes] | None = None, log: Path | None = None
+    base_url: str,
+    timeout: float,
+    *,
+    token: Callable[[], str | None] = lambda: None,
+    process: subprocess.Popen[bytes] | None = None,
+    log: Path | None = None,
+    setting: str = "vllm_server_timeout",
+    may_end: bool = False,
 ) -> float:
-    """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended."""
+    """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
+
+    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is refused twice.
+    `setting`: what governs `timeout`. `may_end`: `process` may hand the server over to another and end with status 0.
+    """
     start = time.monotonic()
-    while not answers(f"{base_url}/health"):
-        if process is not None and process.poll() is not None:
+    refused = 0
+    while (status := got(f"{base_url}/health", token())[0]) != 200:
+        refused = refused + 1 if status in (401, 403) else 0
+        if refused == 2:
+            raise TokenRefused(refusal(base_url, token() is not None))
+        if process is not None and process.poll() is not None and not (may_end and process.returncode == 0):
             raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
         if time.monotonic() - start > timeout:
             raise ServerGone(
-                f"no vLLM server at {base_url} within {timeout:.0f} s (setting vllm_server_timeout). Start one with "
+                f"no vLLM server at {base_url} within {timeout:.0f} s (setting {setting}). Start one with "
                 f"`grpo-lab serve`, or look at why it does not come up.{log_tail(log)}"
             )
         time.sleep(0.5)
     return time.monotonic() - start
+
+
+def refusal(base_url: str, had_token: bool) -> str:
+    """What to do about a server that does not take the token."""
+    what = "another token than this process has" if had_token else "a token, and this process has none"
+    return (
+        f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
+        f"--allow-host`): set {VARIABLE} as for the server, or name its token file in `rollout.server.token_file`, which must be "
+        "there; `grpo-lab serve` says where it is"
+    )
 
 
 def log_tail(log: Path | None, lines: int = 15) -> str:
@@ -97,7 +139,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
 
 @contextmanager
-def server_errors(base_url: str) -> Iterator[None]:
+def server_errors(base_url: str, token: str | None = None) -> Iterator[None]:
     """Turn what a request fails with for good into ServerGone, whose message says what to do."""
     import requests
 
@@ -110,7 +152,7 @@ def server_errors(base_url: str) -> Iterator[None]:
         requests.exceptions.RetryError,
         requests.exceptions.Timeout,
     ) as error:
-        state = "answers /health" if answers(f"{base_url}/health") else "does not answer /health"
+        state = "answers /health" if answers(f"{base_url}/health", token=token) else "does not answer /health"
         limit = f" ({LIMITS})" if isinstance(error, requests.exceptions.ReadTimeout) else ""
         raise ServerGone(
             f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
@@ -120,7 +162,7 @@ def server_errors(base_url: str) -> Iterator[None]:
 
 def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
     """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
-    with server_errors(base_url):
+    with server_errors(base_url, token_of(session)):
         response = session.post(f"{base_url}{path}", json=dict(body))
     if response.status_code != 200:
         raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
