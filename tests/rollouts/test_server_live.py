@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Served:
     port: int
     folder: Path
     process: subprocess.Popen[bytes]
-    token: str = ""
+    token: str = field(default="", repr=False)
 
     @property
     def url(self) -> str:
@@ -74,12 +74,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer.save_pretrained(folder / "model")
     words = [*command(str(folder / "model"), port), "--log", str(folder / "log")]
     with (folder / "out").open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        told = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # it lists its routes, and says what else it says
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=told)
     running = Served(str(folder / "model"), port, folder, process)
     try:
         token = lambda: of_trainer(running.url, None)  # noqa: E731
         wait_until_ready(running.url, 300, token=token, process=process, log=folder / "log")
         running.token = token() or ""
+        while "the server is up" not in (folder / "out").read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
         yield running
     finally:
         if process.poll() is None:
