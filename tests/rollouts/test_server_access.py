@@ -46,6 +46,7 @@ def asked(
     parts: tuple[bytes, ...] = (b"",),
     kind: str = "http",
     application: Application | None = None,
+    limit: int = 1000,
     **more: Any,
 ) -> tuple[int, str, dict[str, str]]:
     """Status, text and headers of one request. `headers`: over the good ones; None leaves one out; pairs stand as given."""
@@ -62,7 +63,7 @@ def asked(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard = Guard(application or Application(), TOKEN, hosts=("10.0.0.3", "node7"), max_bytes=1000)
+    guard = Guard(application or Application(), TOKEN, hosts=("10.0.0.3", "node7"), max_bytes=limit)
     asyncio.run(guard(scope, receive, send))
     if kind != "http":
         return 0, json.dumps(sent), {}
@@ -240,7 +241,7 @@ def test_what_a_trainer_calls_passes(path: str, body: Any) -> None:
 )
 def test_any_other_call_is_refused(path: str, body: Any) -> None:
     application = Application()
-    assert asked("POST", path, JSON, (json.dumps(body).encode()[:1000],), application=application)[0] == 403
+    assert asked("POST", path, JSON, (json.dumps(body).encode(),), application=application, limit=10_000)[0] == 403
     assert application.bodies == []
 
 

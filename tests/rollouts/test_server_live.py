@@ -213,7 +213,7 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-LONG = {"max_completion_length": 100, "max_steps": 4}
+LONG = {"max_completion_length": 100, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
 
 
 def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(
@@ -252,6 +252,7 @@ def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(
     assert "the server is up at" in (tmp_path / "lost" / "out" / "server-restart.log").read_text()
     second = of_trainer(served.url, None)
     assert second not in (None, served.token)
+    assert (tmp_path / "lost" / "out" / "checkpoint-4" / "training_args.bin").is_file()
     for path in tmp_path.rglob("*"):  # neither token is anywhere in a run folder
         content = path.read_bytes() if path.is_file() else b""
         assert not any(str(token).encode() in content for token in (second, served.token)), path
