@@ -128,7 +128,7 @@ class Guard:
         """The whole body, checked; what goes on to vLLM is what was checked."""
         said = _only(scope, b"content-length")
         if said and not (said.isdigit() and int(said) <= self.max_bytes):
-            raise Refused(413, f"the body is longer than {self.max_bytes} bytes")
+            raise Refused(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         kind = _only(scope, b"content-type").split(b";")[0].strip().lower()
         body = await _read(receive, self.max_bytes)
         if body and kind != b"application/json":
@@ -193,7 +193,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > limit:
-            raise Refused(413, f"the body is longer than {limit} bytes")
+            raise Refused(413, f"the body is longer than {limit} bytes (--max-request-mib)")
     return b"".join(parts)
 
 
