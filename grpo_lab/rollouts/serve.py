@@ -1,7 +1,7 @@
 """`grpo-lab serve`: a vLLM server in the foreground, until it is interrupted or ends by itself.
 
-Everything a trainer needs of it is on: weight transfer, log-probs of the distribution sampled from, and an address that only
-this machine reaches, since whoever reaches it can replace the model. `--host` names another one, with a warning.
+Everything a trainer needs of it is on: weight transfer, log-probs of the distribution sampled from. Whoever may ask it can replace
+the model: so every request needs a token, and the address is one that only this machine reaches; `--host` names another one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.rollouts.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
-from grpo_lab.rollouts.server import HOST, Server, ServerGone, ServerOptions
+from grpo_lab.rollouts.server import HOST, Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone
+from grpo_lab.rollouts.server_token import VARIABLE, Token, default_file
 
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {
@@ -33,8 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default=HOST,
-        help=f"address to listen at, default {HOST}; another one lets its whole network replace the model",
+        help=f"address to listen at, default {HOST}; at another one prompts and token cross the network unencrypted",
     )
+    parser.add_argument(
+        "--token-file", type=Path, help=f"the token's file, made if need be (default: ${VARIABLE}, else made)"
+    )
+    parser.add_argument(
+        "--allow-host", action="append", default=[], help="a further name that it is asked by, without port"
+    )
+    parser.add_argument("--max-request-mib", type=int, default=256, help="longest request, in MiB")
     parser.add_argument(
         "--dtype", default="auto", choices=ENGINE_DTYPES, help="auto: float32 on a CPU, else vLLM's rule"
     )
@@ -68,6 +77,9 @@ def options_from(chosen: argparse.Namespace) -> ServerOptions:
         engine=engine,
         tensor_parallel_size=chosen.tensor_parallel_size,
         gpu_memory_utilization=chosen.gpu_memory_utilization,
+        token_file=chosen.token_file,
+        allow_hosts=tuple(chosen.allow_host),
+        max_request_mib=chosen.max_request_mib,
     )
 
 
@@ -142,8 +154,9 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
     try:
         with Server(options, log=log, start_timeout=start_timeout) as server:
-            print(ready(options), flush=True)
             assert server.process is not None
+            assert server.token is not None
+            print(ready(options, server.token), flush=True)
             status = server.process.wait()
     except KeyboardInterrupt:
         print("grpo-lab: the server was stopped", flush=True)
@@ -159,15 +172,18 @@ def interrupt(number: int, frame: Any) -> None:
 def exposed(options: ServerOptions) -> str:
     """What an address beyond this machine means."""
     return (
-        f"the server will listen at {options.host}:{options.port} without a password: whoever reaches that port can read the "
-        "prompts and replace the model. Only in a private network whose users you trust; else leave --host out and forward "
-        "the port (ssh -L)"
+        f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: whoever reads "
+        "along in that network has prompts and token, and with it the model. Only in a private network that you trust; else "
+        "leave --host out and forward the port (ssh -L)"
     )
 
 
-def ready(options: ServerOptions) -> str:
-    """What to tell the user once the server is up."""
+def ready(options: ServerOptions, token: Token) -> str:
+    """What to tell the user once the server is up; where the token is, never the token."""
+    where = f"the environment ({VARIABLE})" if token.file is None else str(token.file)
+    found = token.file in (None, default_file(options.base_url))
     return (
-        f"grpo-lab: the server is up at {options.base_url}. Train with\n"
+        f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"
         f"  --use_vllm true --vllm_mode server --vllm_server_base_url {options.base_url}"
+        + ("" if found else f" --rollout.server.token_file {where}")
     )

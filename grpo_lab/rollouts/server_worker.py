@@ -75,6 +75,12 @@ class WeightLoading:
             worker.grpo_lab_owner = None
         return {}
 
+    def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
+        """Name the weights that came another way (NCCL), so that a server that was started since does not know the name."""
+        worker: Any = self
+        worker.grpo_lab_version = version
+        return {"version": version}
+
     def grpo_lab_weights_version(self) -> dict[str, Any]:
         """The version of the last complete load, "" for a worker that has its weights from the disk."""
         return {"version": getattr(self, "grpo_lab_version", "")}

@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.rollouts.server import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone, got
 
 LOOK_TIMEOUT = 5.0
 #: lines of /metrics that move while an engine works
@@ -31,28 +29,23 @@ class Look:
     asleep: str = ""
 
 
-def look(base_url: str) -> Look:
+def look(base_url: str, token: str | None = None) -> Look:
     """Look at a server from beside, within `LOOK_TIMEOUT` a question."""
-    text = _got(f"{base_url}/metrics")
+    text = _got(f"{base_url}/metrics", token)
     if text is None:
         return Look(None)
     for path, why in _ASLEEP.items():
-        if "true" in (_got(base_url + path) or ""):
+        if "true" in (_got(base_url + path, token) or ""):
             return Look(" ".join(_COUNTED.findall(text)), why)
     return Look(" ".join(_COUNTED.findall(text)))
 
 
-def _got(url: str) -> str | None:
-    try:
-        with urllib.request.urlopen(url, timeout=LOOK_TIMEOUT) as answer:
-            return str(answer.read().decode(errors="replace"))
-    except urllib.error.HTTPError:
-        return ""  # it answers, without this page
-    except (urllib.error.URLError, OSError):
-        return None
+def _got(url: str, token: str | None) -> str | None:
+    status, page = got(url, token, LOOK_TIMEOUT)
+    return None if status is None else page.decode(errors="replace")  # "": it answers, without this page
 
 
-def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str) -> Any:
+def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """The result of `call`, a request to a server; its own exception likewise.
 
     Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no answer to the
@@ -72,7 +65,7 @@ def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str
     start = moved = time.monotonic()
     seen = Look("")
     while not done.wait(min(max(silence / 6, 0.05), 5.0)):
-        now = look(base_url)
+        now = look(base_url, token)
         if now.counters is not None and not now.asleep and now.counters != seen.counters:
             moved = time.monotonic()
         seen = now

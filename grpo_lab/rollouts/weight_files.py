@@ -116,6 +116,14 @@ class WeightCourier:
         self._version = version
         return reports
 
+    def note(self) -> None:
+        """Name the weights that came another way (NCCL), for `is_current`."""
+        self._version = ""
+        self._pushes += 1
+        version = f"{self._name}-{self._pushes}"
+        self._call("grpo_lab_note_version", version=version)
+        self._version = version
+
     def is_current(self) -> bool:
         """True where the server holds the weights of the last `push`.
 

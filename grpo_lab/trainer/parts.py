@@ -63,6 +63,8 @@ class Parts:
         check_kl_in_reward(trainer)
         if trainer.use_vllm:
             trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
+            if trainer.vllm_mode == "server":
+                trainer.vllm_generation.server_return.of(trainer)
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:

@@ -49,6 +49,7 @@ CLIENT = {
     "check_server": ("self", "total_timeout", "retry_interval"),
     "_get": ("self", "url", "kwargs"),
     "_post": ("self", "url", "kwargs"),
+    "close_communicator": ("self",),
     "init_communicator": ("self", "device"),
     "update_named_params": ("self", "metadata", "named_params"),
     "reset_prefix_cache": ("self",),

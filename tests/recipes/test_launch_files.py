@@ -67,9 +67,9 @@ STAND_INS = {
     # drops its own options, runs the rest once, as the task of rank 1
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec env SLURM_PROCID=1 "$@"',
     "hostname": "echo 10.0.0.3 fe80::1",
-    "grpo-lab": 'echo "grpo-lab $*" >> "$LOG"; exec sleep 60',
+    "grpo-lab": 'echo "$GRPO_LAB_SERVER_TOKEN" >> "$LOG.server"; echo "grpo-lab $*" >> "$LOG"; exec sleep 60',
     # the training: leaves with 75 if it is asked to while it may be, as the launcher does with 1 then
-    "accelerate": 'sleep 0.5; echo "accelerate $*" >> "$LOG"; '
+    "accelerate": 'sleep 0.5; echo "${GRPO_LAB_SERVER_TOKEN:-}" >> "$LOG.trainer"; echo "accelerate $*" >> "$LOG"; '
     '[[ -z ${ASKED:-} ]] || { touch "$ASKED"; exec python -c "'
     "import os, signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1)); "
     "open(os.environ['ASKED'] + '.up', 'w').close(); time.sleep(60)\"; }; "
@@ -121,7 +121,22 @@ def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -
         "--vllm_server_timeout 900 --enable_jit_checkpoint true --max_steps 5"
     )
     assert "--nodes=2 --ntasks=2" in next(line for line in lines if line.startswith("srun") and "accelerate" in line)
-    assert "to whoever reaches it" in printed
+    assert "to whoever has its token" in printed
+
+
+def test_both_sides_have_the_token_and_nobody_reads_it(
+    sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for given in ({}, {"GRPO_LAB_SERVER_TOKEN": "mine-" * 8}):
+        status, printed, commands = sbatch(RECIPE, **given)
+        assert status == 0, printed
+    (made, mine) = (tmp_path / "log.server").read_text().split()
+    assert (tmp_path / "log.trainer").read_text().split() == [made, mine]
+    assert mine == "mine-" * 8
+    assert len(made) == 44
+    assert not any(token in printed + commands for token in (made, mine))
+    sbatch(RECIPE, ROLLOUT_NODES="0")
+    assert (tmp_path / "log.trainer").read_text().splitlines()[-1] == ""
 
 
 @pytest.mark.parametrize("words", [["--model.path", "org/other"], ["--model.path=x", "--model.path=org/other"]])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts.checkpoints import random_checkpoint, widened_stories
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokens_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers of the tests keep their tokens here, and not among the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.delenv("GRPO_LAB_SERVER_TOKEN", raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,11 @@ def test_server_command_stays_on_this_machine(on_cpu: bool) -> None:
     assert "--enable-prefix-caching" in text
     assert ("--no-enforce-eager" in text) is not on_cpu
     assert "trust" not in text
-    assert "RANK" not in server_environment()
+    assert "--middleware grpo_lab.rollouts.server_access.Guard --allowed-origins [] --disable-fastapi-docs" in text
+    environment = server_environment(ServerOptions("model", allow_hosts=("node7",)), "t" * 43)
+    assert "RANK" not in environment
+    assert environment["GRPO_LAB_SERVER_TOKEN"] == "t" * 43
+    assert environment["GRPO_LAB_SERVER_HOSTS"] == "127.0.0.1,node7"
 
 
 def test_port_outside_the_allowed_range_is_refused() -> None:

@@ -31,7 +31,9 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.serve import refuse_unsupported_model
-from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, wait_until_ready
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, answers, wait_until_ready
+from grpo_lab.rollouts.server_token import of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout import server_client
@@ -272,11 +274,12 @@ def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.T
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=clean_environment())
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_ready(url, 300, process=process, log=folder / "log")
+        wait_until_ready(url, 300, token=lambda: of_trainer(url, None), process=process, log=folder / "log")
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
+    assert of_trainer(url, None) is None
     assert not answers(f"{url}/health")
     assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
 

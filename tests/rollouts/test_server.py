@@ -19,14 +19,9 @@ import pytest
 import torch
 
 from grpo_lab.rollouts.proof import forward_logprobs, sync_gap, tolerance_for
-from grpo_lab.rollouts.server import (
-    Server,
-    ServerGone,
-    ServerOptions,
-    bound_session,
-    post_json,
-    wait_until_ready,
-)
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, bound_session, post_json, wait_until_ready
+from grpo_lab.rollouts.server_token import Bearer, of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.weight_files import WeightCourier, read_shards, trusted_folder, write_shards
 
@@ -37,6 +32,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def session(url: str) -> Any:
+    """`requests` with the token of a server of the tests."""
+    import requests
+
+    made = requests.Session()
+    token = of_trainer(url, None)
+    assert token is not None
+    made.auth = Bearer(token)
+    return bound_session(made, timeout=60)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 40, 10**9])
@@ -200,7 +206,6 @@ def test_process_that_ends_before_it_is_up_is_not_waited_for(tmp_path: Path) -> 
 def test_real_server_takes_weights_and_answers_with_the_trainer_s_policy(
     vllm_or_skip: None, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    import requests
     from transformers import AutoModelForCausalLM
 
     from grpo_lab.rollouts.engine import EngineOptions
@@ -209,7 +214,7 @@ def test_real_server_takes_weights_and_answers_with_the_trainer_s_policy(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = ServerOptions(str(folder), free_port(), EngineOptions(kv_cache_gib=0.125, max_model_len=128))
     with Server(options, log=tmp_path / "server.log", start_timeout=500) as server:
-        post = functools.partial(post_json, bound_session(requests.Session(), timeout=60), options.base_url)
+        post = functools.partial(post_json, session(options.base_url), options.base_url)
         courier = WeightCourier(post)
 
         def gap() -> float:

@@ -20,20 +20,21 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
-import requests
 from datasets import Dataset
 from tokenizers import Tokenizer
 
 from grpo_lab.rollouts.claim import this_run
 from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.rollouts.server import Server, ServerGone, ServerOptions, answers, bound_session, post_json
+from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_talk import ServerGone, answers, post_json
+from grpo_lab.rollouts.server_token import of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_client import LabVLLMClient
 from rollouts.server_runs import build
-from rollouts.test_server import free_port
+from rollouts.test_server import free_port, session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -120,7 +121,7 @@ def test_another_chat_template_is_told_and_trains(
 
 def completion(url: str, model: str) -> Any:
     body = {"model": model, "prompt": [[5, 6, 7]], "max_tokens": 8, "temperature": 0, "logprobs": 0}
-    choice = requests.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60).json()
+    choice = session(url).post(f"{url}/v1/completions", json={**body, "return_token_ids": True}).json()
     return choice["choices"][0]["token_ids"], choice["choices"][0]["logprobs"]["token_logprobs"]
 
 
@@ -128,7 +129,7 @@ def test_a_failed_load_leaves_the_old_weights_serving(server: str, model: str) -
     from transformers import AutoModelForCausalLM
 
     before = completion(server, model)
-    courier = WeightCourier(functools.partial(post_json, bound_session(requests.Session(), timeout=60), server))
+    courier = WeightCourier(functools.partial(post_json, session(server), server))
     params = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     name = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(WeightSyncError, match=r"other shapes than the trainer's, so nothing was loaded: .*down_proj"):
@@ -139,7 +140,7 @@ def test_a_failed_load_leaves_the_old_weights_serving(server: str, model: str) -
 
 
 def test_a_second_run_on_the_server_is_refused_while_the_first_lives(server: str, model: str, tmp_path: Path) -> None:
-    post = functools.partial(post_json, bound_session(requests.Session(), timeout=60), server)
+    post = functools.partial(post_json, session(server), server)
     other = subprocess.Popen(["sleep", "300"])
     try:
         fields = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()
@@ -201,7 +202,7 @@ def sleeping_from(trainer: Any, generation: int, url: str, then: Callable[[], No
     def sleeps(*args: Any, **arguments: Any) -> Any:
         calls[0] += arguments["n"] > 1  # the run's own, not a probe of the proof
         if calls[0] == generation:
-            requests.post(f"{url}/sleep?level=1", timeout=30).raise_for_status()
+            session(url).post(f"{url}/sleep?level=1").raise_for_status()
             then()
         return generate(*args, **arguments)
 
@@ -217,7 +218,7 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
         with pytest.raises(ServerGone) as caught:
             trainer.train()
     finally:
-        requests.post(f"{server}/wake_up", timeout=30)
+        session(server).post(f"{server}/wake_up")
     assert time.monotonic() - begin < 60
     for said in ("no sign of work for 3 s", "8 completions of 2 prompts", "put to sleep", "silence_timeout"):
         assert said in str(caught.value), str(caught.value)
@@ -235,15 +236,15 @@ def test_ctrl_c_while_waiting_for_the_server_keeps_a_checkpoint(server: str, mod
         ):
             trainer.train()
     finally:
-        requests.post(f"{server}/wake_up", timeout=30)
+        session(server).post(f"{server}/wake_up")
     assert signal.getsignal(signal.SIGINT) is handler
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
 
 
 def test_the_server_is_given_back_at_the_end_of_a_training(server: str, model: str, tmp_path: Path) -> None:
-    post = functools.partial(post_json, bound_session(requests.Session(), timeout=60), server)
+    post = functools.partial(post_json, session(server), server)
     build(tmp_path, model, server, max_steps=1).train()
     stranger = {**this_run("/runs/next"), "pid": 1, "started": "1", "place": ""}
     assert worker_reports(post, "grpo_lab_claim", owner=stranger) == [{}]
     worker_reports(post, "grpo_lab_release", owner=stranger)
-    assert answers(f"{server}/health")
+    assert answers(f"{server}/health", token=of_trainer(server, None))

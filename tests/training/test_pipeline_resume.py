@@ -23,10 +23,12 @@ from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.resume import what_is_broken
 from grpo_lab.pipelines.train import train
+from grpo_lab.rollouts.server_token import VARIABLE
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-no-server-that-nobody-has-drawn"
 GOOD: dict[str, Any] = {
     "name": "resumed",
     "model": {"tiny": {"hidden_size": 16, "num_layers": 1, "initializer_range": 0.2}},
@@ -90,10 +92,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
-    """The uninterrupted run."""
+    """The uninterrupted run; a server's token is in the environment, as on a cluster."""
     folder = home / "whole"
-    train(recipe_from({**GOOD, "output_dir": str(folder)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, TOKEN)
+        train(recipe_from({**GOOD, "output_dir": str(folder)}))
     return folder
+
+
+def test_the_token_of_a_server_is_in_no_file_of_the_run(whole: Path) -> None:
+    files = [path for path in whole.rglob("*") if path.is_file()]
+    assert {"run.json", "recipe.yaml", "metrics.jsonl", "report.html", "README.md", "training_args.bin"} <= {
+        f.name for f in files
+    }
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
 
 
 def again(folder: Path, **changes: Any) -> Any:

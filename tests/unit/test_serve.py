@@ -115,7 +115,7 @@ def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
     assert chosen("--host", "fd00::7").base_url == "http://[fd00::7]:8000"
     said = dict(itertools.pairwise(server_command(options, on_cpu=False)))
     assert said["--host"] == "10.0.0.3"
-    assert "10.0.0.3:8001 without a password" in serve.exposed(options)
+    assert "10.0.0.3:8001 and asks for a token, but nothing is encrypted" in serve.exposed(options)
 
 
 def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.rollouts.server import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone
 from grpo_lab.rollouts.watch import look, watched
 
 

@@ -8,6 +8,7 @@ its weights (the CPU build), pushes weights in a way that reaches all of them. O
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from grpo_lab.rollouts.sync import needs_repair, push_weights
 from grpo_lab.trainer.rollout import server
 from grpo_lab.trainer.rollout.prompt_fit import refuse_long
 from grpo_lab.trainer.rollout.server_check import release
+from grpo_lab.trainer.rollout.server_return import ServerReturn
 from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -48,6 +50,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
+                self.server_return = ServerReturn(self, settings.server, str(args.output_dir))
                 server.connect(self, settings.server, str(args.output_dir))
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
@@ -63,7 +66,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def sync_weights(self) -> None:
             if self.mode == "server":
-                server.sync(self, super().sync_weights)
+                self.server_return.sync(super().sync_weights)
             elif needs_repair(self.llm):
                 push_weights(self.llm, self._iter_named_params())
             else:
@@ -71,7 +74,9 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             if self.mode == "server":
-                return server.generate(self, super().generate, *args, **kwargs)
+                ask = functools.partial(super().generate, *args, **kwargs)
+                prompts = args[0] if args else kwargs["prompts"]
+                return self.server_return.generate(ask, super().sync_weights, prompts)
             refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob
 

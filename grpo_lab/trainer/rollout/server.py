@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
-from grpo_lab.rollouts.server import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.trainer.resume.interrupt import kept
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FAULTS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, ValueError)
+    for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, TokenRefused, ValueError)
 }
 #: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
@@ -117,15 +117,15 @@ def sync(generation: Any, stock: Callable[[], None]) -> None:
     raise_together(generation.accelerator, failure)
 
 
-def generate(generation: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def generate(generation: Any, stock: Callable[[], Any]) -> Any:
     """``generate`` in server mode: TRL's, with a failure on the main process raised on every rank."""
     if not generation.accelerator.is_main_process:
-        answer = stock(*args, **kwargs)
+        answer = stock()
         raise_together(generation.accelerator, None)
         return answer
     guard = KeptFailure(generation.vllm_client)
     with replaced(generation, "vllm_client", guard), generation.waiting():
-        answer = stock(*args, **kwargs)
+        answer = stock()
     raise_together(generation.accelerator, guard.failure)
     return answer
 
@@ -230,4 +230,6 @@ def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
     )
 
 
-__all__ = ["checkpoint_if_server_gone", "connect", "generate", "prove", "raise_together", "save_for_resume", "sync"]
+__all__ = [
+    "checkpoint_if_server_gone", "connect", "from_main", "generate", "on_main", "prove", "raise_together", "save_for_resume", "sync",
+]  # fmt: skip

@@ -20,15 +20,18 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, TensorDifference
-from grpo_lab.rollouts.server import (
+from grpo_lab.rollouts.server import WORKER_EXTENSION
+from grpo_lab.rollouts.server_talk import (
     CONNECT_TIMEOUT,
-    WORKER_EXTENSION,
     ServerGone,
     bound_session,
+    got,
     post_json,
+    refusal,
     server_errors,
     wait_until_ready,
 )
+from grpo_lab.rollouts.server_token import Bearer, of_trainer, token_of
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.rollouts.watch import watched
 from grpo_lab.rollouts.weight_files import WeightCourier
@@ -58,9 +61,7 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     sides = f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}"
     if way == "nccl":
         if not gpus:
-            raise ValueError(
-                f"`rollout.server.weights: nccl` needs a GPU on both sides, but {sides}: use shared_memory"
-            )
+            raise ValueError(f"`rollout.server.weights: nccl` needs a GPU on both sides; {sides}: use shared_memory")
         if server.get("weight_transfer_config") is None:
             raise ValueError(
                 f"{sides}, so the weights go over NCCL, but the server has no weight-transfer engine: start it with "
@@ -99,22 +100,43 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
-        settings = self.settings
-        limit = min(settings.request_timeout, settings.silence_timeout)
-        bound_session(self.session, timeout=limit, retries=settings.retries, backoff=settings.backoff)
-        wait_until_ready(self.base_url, total_timeout)
+        limit = min(self.settings.request_timeout, self.settings.silence_timeout)
+        bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
+        wait_until_ready(self.base_url, total_timeout, token=self._find_token)
+
+    def wait(self, limit: float, **of_start: Any) -> None:
+        """Until the server answers that was lost (``wait_until_ready``)."""
+        of_start["setting"] = "rollout.server.return_timeout"
+        wait_until_ready(self.base_url, limit, token=self._find_token, **of_start)
+
+    def _find_token(self) -> str | None:
+        """The server's token, for every request from here on; None for a server of somebody else's."""
+        token = of_trainer(self.base_url, self.settings.token_file)
+        self.session.auth = None if token is None else Bearer(token)
+        return token
+
+    @property
+    def token(self) -> str | None:
+        """What requests of this client carry."""
+        return token_of(self.session)
+
+    def answers(self) -> bool:
+        """Whether the server answers ``/health``."""
+        return got(f"{self.base_url}/health", self._find_token())[0] == 200
 
     def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
-        with server_errors(self.base_url):
-            answer: dict[str, Any] = super()._get(url, **arguments)
-        return answer
+        with server_errors(self.base_url, self.token):
+            response = self.session.get(url, **arguments)
+        return self._read(url, response)
 
-    def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        response = self._answer(url, **arguments)
+    def _read(self, url: str, response: Any) -> dict[str, Any]:
+        """A response as JSON; what is wrong with one that is no success."""
         if response.status_code == 200:
             answer: dict[str, Any] = response.json()
             return answer
         said = f"{url} answered {response.status_code}: {response.text[:500]}"
+        if response.status_code == 401:
+            raise ServerGone(f"{refusal(self.base_url, self.token is not None)}. Was it started again? {said}")
         if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
             raise EngineFault(
                 f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}"
@@ -123,34 +145,34 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise ServerGone(f"the vLLM server failed a request for good: {said}")
         raise RequestRefused(f"the vLLM server refused a request: {said}")
 
+    def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
+        return self._read(url, self._answer(url, **arguments))
+
     def _answer(self, url: str, **arguments: Any) -> Any:
         """The response to a POST; a generation is watched, since it may rightly take long."""
         if not url.endswith(GENERATIONS):
-            with server_errors(self.base_url):
+            with server_errors(self.base_url, self.token):
                 return self.session.post(url, **arguments)
 
         def call() -> Any:
-            with server_errors(self.base_url):
+            with server_errors(self.base_url, self.token):
                 return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
 
         body = arguments.get("json", {})
         rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
-        return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what)
+        return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what, token=self.token)
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (TRL 1.15's client cannot ask for it)."""
-        with server_errors(self.base_url):
-            response = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"})
-        if response.status_code == 404:
+        try:
+            answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
+        except RequestRefused as refused:
             raise RuntimeError(
                 f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it with "
-                "`grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment)"
-            )
-        if response.status_code != 200:
-            raise ServerGone(f"{self.base_url}/server_info answered {response.status_code}: {response.text[:500]}")
-        info: dict[str, Any] = response.json()["vllm_config"]
-        return info
+                f"`grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment): {refused}"
+            ) from refused
+        return dict(answer["vllm_config"])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,6 +215,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.claim_again()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
+                if self.has_worker:
+                    self.courier.note()
             else:
                 self.courier.push(named_params)
         finally:
@@ -204,8 +228,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """``ServerGone`` where the server no longer holds what this run sent last (known with ``shared_memory`` only)."""
-        if self.way == "shared_memory" and not self.courier.is_current():
+        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs in it)."""
+        if self.has_worker and not self.courier.is_current():
             raise ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or another run "
                 "uses it too"

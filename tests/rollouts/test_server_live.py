@@ -1,0 +1,263 @@
+"""A real `grpo-lab serve`: no route of it without the token; then killed in the middle of a training that starts it again.
+
+One server for the file; the last test kills it, and its run starts the second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
+
+import requests
+
+from grpo_lab.rollouts.claim import this_run
+from grpo_lab.rollouts.server_access import ROUTES
+from grpo_lab.rollouts.server_talk import answers, wait_until_ready
+from grpo_lab.rollouts.server_token import default_file, of_trainer, read
+from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.rollout.server_client import LabVLLMClient
+from rollouts.server_runs import build, kill_during
+from rollouts.test_server import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+
+
+@dataclass
+class Served:
+    """A server that was started as a user does it."""
+
+    model: str
+    port: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+    token: str = field(default="", repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, method: str, path: str, headers: Any = None, **more: Any) -> requests.Response:
+        sent = {"Authorization": f"Bearer {self.token}", **(headers or {})}
+        sent = {name: value for name, value in sent.items() if value is not None}
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.request(method, self.url + path, headers=sent, timeout=30, **more)
+
+
+def command(model: str, port: int) -> list[str]:
+    words = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", model, "--port", str(port)]
+    return [*words, "--kv-cache-gib", "0.125", "--max-model-len", "256", "--max-request-mib", "1"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    words = [*command(str(folder / "model"), port), "--log", str(folder / "log")]
+    with (folder / "out").open("wb") as output:
+        told = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # it lists its routes, and says what else it says
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=told)
+    running = Served(str(folder / "model"), port, folder, process)
+    try:
+        token = lambda: of_trainer(running.url, None)  # noqa: E731
+        wait_until_ready(running.url, 300, token=token, process=process, log=folder / "log")
+        running.token = token() or ""
+        while "the server is up" not in (folder / "out").read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    assert not answers(f"{running.url}/health", token=running.token)
+
+
+def routes_of(log: str) -> list[tuple[str, str]]:
+    """(path, method) of every route that vLLM says it has."""
+    found = re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", log)
+    return [(path, method) for path, methods in found for method in methods.split(", ")]
+
+
+def filled(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "x", path)
+
+
+def test_no_route_of_the_running_server_is_open(served: Served) -> None:
+    """Every route that it has, without the token, with another, with the token's beginning; and what is not a route."""
+    routes = routes_of((served.folder / "log").read_text())
+    assert len(routes) > 25, "the log no longer lists the routes"
+    assert {path for path, _ in routes} > {
+        "/health",
+        "/collective_rpc",
+        "/update_weights",
+        "/v1/completions",
+        "/v1/models",
+    }
+    more = [
+        (path, "GET")
+        for path in ("/docs", "/openapi.json", "/redoc", "/static/x", "/metrics", "/metrics/", "/never", "/")
+    ]
+    for path, method in sorted({*routes, *more}):
+        for token in (None, "Bearer wrong", f"Bearer {served.token[:-1]}", f"Bearer {served.token}x"):
+            answer = served.ask(method, filled(path), {"Authorization": token})
+            assert answer.status_code == 401, (method, path, token)
+            assert served.model not in answer.text
+            assert "access-control-allow-origin" not in answer.headers
+    for path, method in sorted({*routes, *more}):  # with the token: what a trainer uses, and nothing else
+        if ROUTES.get(path) != method:
+            answer = served.ask(method, filled(path), json={} if method != "HEAD" else None)
+            assert answer.status_code in (404, 405), (method, path)
+
+
+def test_it_is_asked_by_its_own_name_and_by_no_web_page(served: Served) -> None:
+    for path in ("/health", "/v1/models", "/metrics", "/server_info", "/collective_rpc"):
+        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            for method in ("GET", "POST", "OPTIONS"):
+                answer = served.ask(method, path, headers)
+                assert answer.status_code == 403, (method, path, headers)
+                assert not any(name.lower().startswith("access-control") for name in answer.headers)
+    assert served.ask("GET", "/health", {"Host": f"localhost:{served.port}"}).status_code == 200
+
+
+def test_a_web_socket_is_not_opened(served: Served) -> None:
+    shake = (
+        f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nAuthorization: Bearer {served.token}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
+        raw.sendall(shake.encode())
+        assert raw.recv(100).split(b"\r\n")[0] == b"HTTP/1.1 403 Forbidden"
+
+
+def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> None:
+    call = {"method": "grpo_lab_weights_version", "kwargs": {}}
+    assert served.ask("POST", "/collective_rpc", json=call).json()["results"] == [{"version": ""}]
+    text = json.dumps(call)
+    assert served.ask("POST", "/collective_rpc", {"Content-Type": "text/plain"}, data=text).status_code == 415
+    assert served.ask("POST", "/collective_rpc", data=text).status_code == 415
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert served.ask("POST", "/collective_rpc", form, data=text).status_code == 415
+    long = {"model": served.model, "prompt": "x" * 2**20}
+    assert served.ask("POST", "/v1/completions", json=long).status_code == 413
+    parts = (b" " * 2**18 for _ in range(5))  # chunked: no length is said
+    assert served.ask("POST", "/v1/completions", {"Content-Type": "application/json"}, data=parts).status_code == 413
+    writes = {"method": "save_sharded_state", "kwargs": {"path": str(tmp_path / "theirs")}}
+    assert served.ask("POST", "/collective_rpc", json=writes).status_code == 403
+    assert list(tmp_path.iterdir()) == []
+    owner = {**this_run("x"), "pid": 1, "place": "", "started": "1"}
+    for method in ("grpo_lab_claim", "grpo_lab_release"):
+        answer = served.ask("POST", "/collective_rpc", json={"method": method, "kwargs": {"owner": owner}})
+        assert answer.json()["results"] == [{}]
+    assert served.ask("GET", "/health").status_code == 200
+
+
+def children(pid: int) -> list[int]:
+    listed = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*listed, *(grandchild for child in listed for grandchild in children(child))]
+
+
+def test_the_token_is_for_its_owner_alone_and_in_no_process_list_or_log(served: Served) -> None:
+    file = default_file(served.url)
+    assert read(file) == served.token
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    said = (served.folder / "out").read_text()
+    assert f"its token is in {file}" in said
+    started = [served.process.pid, *children(served.process.pid)]
+    assert len(started) > 1
+    for pid in started:
+        assert served.token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for path in served.folder.rglob("*"):
+        assert not path.is_file() or served.token.encode() not in path.read_bytes(), path
+
+
+def kill_all(served: Served) -> None:
+    """As a machine does it that runs out of memory: nobody can say goodbye."""
+    for pid in [*children(served.process.pid), served.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    served.process.wait()
+
+
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every generation draws with a seed of its prompts, so that no server remembers how many there were before."""
+    generate, asked = LabVLLMClient.generate, []
+
+    def with_seed(client: Any, prompts: Any, **arguments: Any) -> Any:
+        seed = zlib.crc32(repr(prompts).encode())
+        if arguments["n"] > 1:
+            asked.append(seed)
+        more = {**(arguments.pop("generation_kwargs", None) or {}), "seed": seed}
+        return generate(client, prompts, generation_kwargs=more, **arguments)
+
+    monkeypatch.setattr(LabVLLMClient, "generate", with_seed)
+    return asked
+
+
+LONG = {"max_completion_length": 100, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+
+
+def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Last of the file. The third of four generations is killed; weights and rows are those of a run that lost nothing."""
+    asked = drawn_alike(monkeypatch)
+    whole = build(tmp_path / "whole", served.model, served.url, **LONG)
+    whole.train()
+    talk = {"retries": 1, "backoff": 0.1, "request_timeout": 60, "return_timeout": 120}
+    talk["restart"] = " ".join(command(served.model, served.port))
+    lost = build(tmp_path / "lost", served.model, served.url, rollout={"verify_every": 0, "server": talk}, **LONG)
+    times = kill_during(lost.vllm_generation.vllm_client, 3, lambda: kill_all(served))
+    with caplog.at_level(logging.INFO, logger="grpo_lab"):
+        lost.train()
+    assert times["failed"] > times["killed"]
+    assert [*asked[:3], *asked[2:4]] == asked[4:]  # the third was asked for again
+
+    rows, others = ([row for row in run.state.log_history if "loss" in row] for run in (lost, whole))
+    assert [row["rollout/server_returns"] for row in rows] == [0, 0, 1, 0]
+    assert [("rollout/sync_gap" in row) for row in rows] == [
+        False,
+        False,
+        True,
+        False,
+    ]  # proven, though nothing else is
+    assert rows[2]["rollout/sync_gap"] < 1e-4
+    for row, other in zip(rows, others, strict=True):
+        assert (row["reward"], row["completions/mean_length"]) == (other["reward"], other["completions/mean_length"])
+    assert any(row["grad_norm"] > 0 for row in rows)
+    ours, theirs = lost.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    assert "the vLLM server is lost (" in caplog.text
+    assert "the vLLM server is back after" in caplog.text
+    assert "the server is up at" in (tmp_path / "lost" / "out" / "server-restart.log").read_text()
+    second = of_trainer(served.url, None)
+    assert second not in (None, served.token)
+    assert (tmp_path / "lost" / "out" / "checkpoint-4" / "training_args.bin").is_file()
+    for path in tmp_path.rglob("*"):  # neither token is anywhere in a run folder
+        content = path.read_bytes() if path.is_file() else b""
+        assert not any(str(token).encode() in content for token in (second, served.token)), path
+    begin = time.monotonic()
+    lost.vllm_generation.server_return._restart.stop()
+    assert time.monotonic() - begin < 30
+    assert not answers(f"{served.url}/health", token=second)
+    assert not default_file(served.url).exists()
