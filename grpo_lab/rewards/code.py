@@ -22,7 +22,7 @@ from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.program_text import program_text
 from grpo_lab.verifiers.code.client import CodeJudge, Tests, Trial
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("grpo_lab")
 _UNUSABLE = Trial(0, 0, "unusable", "no tests that can be read")
 
 
@@ -88,7 +88,9 @@ class CodeReward:
         if completions is None:
             raise ValueError("CodeReward needs completions=[...]; got none")
         if tests is None:
-            raise ValueError(f"CodeReward needs the tests in the column 'tests'; the columns given are {sorted(columns)}")
+            raise ValueError(
+                f"CodeReward needs the tests in the column 'tests'; the columns given are {sorted(columns)}"
+            )
         trials = self.judge(completions, tests, entry_point)
         if log_metric is not None and trials:
             for name in ("limit", "unusable"):
@@ -130,7 +132,12 @@ class CodeReward:
             standing = self.in_force
             without = {name: why for name, why in self._judge.missing.items() if name not in standing}
             level = logging.WARNING if without else logging.INFO
-            _LOG.log(level, "CodeReward runs model-written programs behind: %s; not in force: %s", standing, without or "nothing")
+            _LOG.log(
+                level,
+                "CodeReward runs model-written programs behind: %s; not in force: %s",
+                standing,
+                without or "nothing",
+            )
 
     def _paid(self, trial: Trial) -> float | None:
         if trial.end == "unusable":

@@ -14,6 +14,10 @@ _HANDLER = "grpo_lab.verifiers.code.judge:judge"
 _LATE_S = 0.8
 """After the limit a worker has this long to say so before it is killed itself."""
 _ROOM_BYTES = 1 << 30
+_AT_LEAST = {
+    "the files of this user": {"namespaces", "user", "landlock"},
+    "the network and from other processes": {"namespaces", "seccomp"},
+}
 Kind = Literal["assertions", "calls", "pairs"]
 
 
@@ -63,7 +67,8 @@ class CodeJudge:
         wall_seconds: on the clock, for one program and all its tests.
         memory_bytes: address space of the program.
         workers: programs judged at once; None: one a core.
-        walls: the walls that must stand; None: all that can. ``ValueError`` at first use where a named one cannot.
+        walls: the walls that must stand, no others; None: all that can. ``ValueError`` at first use where a named one cannot, or where
+            none is named and too little can.
     """
 
     def __init__(
@@ -99,7 +104,15 @@ class CodeJudge:
         """The walls in force, in the order of ``walls.WALLS``."""
         missing = self.missing
         if self._wanted is None:
-            return [name for name, why in missing.items() if not why]
+            standing = [name for name, why in missing.items() if not why]
+            for what, enough in _AT_LEAST.items():
+                if not enough & set(standing):
+                    raise ValueError(
+                        f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and this machine "
+                        f"gives {standing} ({missing}). Run it elsewhere, or name the walls that are enough for you: "
+                        f"`walls: {standing}`"
+                    )
+            return standing
         unknown = [name for name in self._wanted if name not in missing]
         lacking = {name: missing[name] for name in self._wanted if missing.get(name)}
         if unknown or lacking:

@@ -103,7 +103,12 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _watch(
-    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str, worker: int
+    task: Callable[[], None],
+    keep: Mapping[int, int],
+    up: frozenset[str],
+    allowance: Allowance,
+    folder: str,
+    worker: int,
 ) -> None:
     os.setsid()
     _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails

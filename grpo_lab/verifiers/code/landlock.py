@@ -29,7 +29,9 @@ def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
     """From now on only these paths: read and execute, or everything but devices and sockets. Set no_new_privs first."""
     known = version()
     handled = _HANDLED[min(known, 5)]
-    attributes = struct.pack("QQQ", handled, 3 if known >= 4 else 0, 3 if known >= 6 else 0)  # TCP; signals, abstract sockets
+    attributes = struct.pack(
+        "QQQ", handled, 3 if known >= 4 else 0, 3 if known >= 6 else 0
+    )  # TCP; signals, abstract sockets
     size = 8 if known < 4 else 16 if known < 6 else 24
     ruleset = syscall(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
     for path in readable:

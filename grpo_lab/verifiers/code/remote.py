@@ -50,7 +50,9 @@ class Program:
     def load(self, source: str) -> None:
         """Runs the program's own text. Raises what it raises."""
         names = self._ask({"load": source})
-        self.names = frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+        self.names = (
+            frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+        )
 
     def get(self, name: str) -> Any:
         """A value of the program: plain data, or what stands for it."""

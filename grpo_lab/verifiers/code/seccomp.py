@@ -32,10 +32,33 @@ _REFUSED = {
         "kexec_file_load": 294, "reboot": 142, "swapon": 224, "setpriority": 140,
     },
 }  # fmt: skip
+_WITHOUT_VIEW = {  # what Landlock does not look at: modes, owners, times, attributes of files; other processes' memory and pace
+    "x86_64": {
+        "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "fchmodat": 268, "fchownat": 260, "utime": 132,
+        "utimes": 235, "utimensat": 280, "futimesat": 261, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
+        "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "syslog": 103, "migrate_pages": 256, "move_pages": 279,
+        "kcmp": 312, "sched_setparam": 142, "sched_setscheduler": 144, "sched_setattr": 314, "ioprio_set": 251,
+    },
+    "aarch64": {
+        "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
+        "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "syslog": 116, "migrate_pages": 238,
+        "move_pages": 239, "kcmp": 272, "sched_setparam": 118, "sched_setscheduler": 119, "sched_setattr": 274, "ioprio_set": 30,
+    },
+}  # fmt: skip
+_WITHOUT_VIEW_SAME = (
+    440,
+    448,
+    452,
+    463,
+    466,
+    469,
+)  # process_madvise, process_mrelease, fchmodat2, setxattrat, removexattrat, file_setattr
 _SIGNALS = {
-    "x86_64": {"kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302},
-    "aarch64": {"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261},
-}
+    "x86_64": {"kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302,
+               "sched_setaffinity": 203},
+    "aarch64": {"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261,
+                "sched_setaffinity": 122},
+}  # fmt: skip
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
 _X32 = 0x40000000
@@ -65,7 +88,8 @@ def _refuse_unless_zero(number: int, own: int) -> bytes:
 
 
 def filter_of(own_pid: int | None) -> bytes:
-    """The filter's instructions. ``own_pid``: also refuse signals to any other process (where no pid namespace does)."""
+    """The filter's instructions. ``own_pid``: where no namespaces are, also refuse what they would: signals to any other
+    process, and what can be done to a file that may not be opened."""
     machine = platform.machine()
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, _ARCHES[machine], 1, 0), _one(_RETURN, _KILL), _one(_LOAD, _NUMBER_AT)]
     if machine == "x86_64":
@@ -73,6 +97,7 @@ def filter_of(own_pid: int | None) -> bytes:
     parts += [_refuse(number) for number in (*_SAME.values(), *_REFUSED[machine].values())]
     parts.append(_refuse(_CLONE3, _ENOSYS))
     if own_pid is not None:
+        parts += [_refuse(number) for number in (*_WITHOUT_VIEW[machine].values(), *_WITHOUT_VIEW_SAME)]
         parts += [_refuse_unless_zero(number, own_pid) for number in _SIGNALS[machine].values()]
     parts += [
         _one(_JEQ, _CLONE[machine], 0, 3),

@@ -93,8 +93,15 @@ class Run:
             return
 
     def _offer_as_module(self) -> None:
+        """``from solution import f``, as some data sets write it."""
+
+        def find(name: str) -> Any:
+            if name not in self.program.names:
+                raise AttributeError(name)
+            return self.program.get(name)
+
         module = types.ModuleType("solution")
-        module.__getattr__ = self.program.get  # type: ignore[method-assign]
+        module.__getattr__ = find  # type: ignore[method-assign]
         sys.modules["solution"] = module
 
 

@@ -9,7 +9,17 @@ import tempfile
 
 from grpo_lab.verifiers.code import kernel
 
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 INSIDE = "/tmp"
 """Where the empty folder is, inside."""
@@ -43,8 +53,9 @@ def enter(folder_bytes: int) -> None:
         _make_place(target, folder=stat.S_ISDIR(os.fstat(source).st_mode))
         kernel.mount(f"/proc/self/fd/{source}", target, None, kernel.MS_BIND | kernel.MS_REC)
         os.close(source)
-        if place not in _DEVICES:
-            kernel.make_read_only(target, below=True)
+        kernel.make_read_only(
+            target, below=True
+        )  # of a device too: what is written into it is no change of the file system
     for place, end in links.items():
         os.makedirs(os.path.dirname(new + place), exist_ok=True)
         os.symlink(end, new + place)
