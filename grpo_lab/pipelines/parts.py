@@ -26,12 +26,17 @@ from grpo_lab.reading import hints_of, typed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", "word_problems": "word_problems"}
+MADE = {"word_problems": "accuracy", "coding_tasks": "code", "countdown": "countdown", "proofs": "proof"}
+"""Loaders that make their rows → the reward that judges them."""
+LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", **{name: name for name in MADE}}
 REWARDS = {
     "accuracy": "AccuracyReward",
     "boxed": "BoxedReward",
+    "code": "CodeReward",
     "coin": "CoinReward",
+    "countdown": "CountdownReward",
     "hashes": "HashesReward",
+    "proof": "ProofReward",
     "sorting": "SortingReward",
     "think_format": "ThinkFormatReward",
     "kimi_length": "KimiLengthReward",

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "AccuracyReward": "accuracy",
     "BoxedReward": "boxed",
+    "CodeReward": "code",
     "CoinReward": "coin",
+    "CountdownReward": "countdown",
     "HashesReward": "hashes",
     "ThinkFormatReward": "format",
     "KimiLengthReward": "length",
@@ -20,6 +22,7 @@ _HOMES = {
     "GroupReward": "protocol",
     "group_reward": "group_function",
     "EquationSteps": "equation_steps",
+    "ProofReward": "proof",
     "SplitStepReward": "steps",
     "SortingReward": "sorting",
     "StepReward": "steps",
@@ -32,12 +35,15 @@ _HOMES = {
 __all__ = [
     "AccuracyReward",
     "BoxedReward",
+    "CodeReward",
     "CoinReward",
+    "CountdownReward",
     "EquationSteps",
     "GroupReward",
     "HashesReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
+    "ProofReward",
     "SortingReward",
     "SplitStepReward",
     "StepReward",
@@ -53,7 +59,9 @@ __all__ = [
 if TYPE_CHECKING:
     from grpo_lab.rewards.accuracy import AccuracyReward
     from grpo_lab.rewards.boxed import BoxedReward
+    from grpo_lab.rewards.code import CodeReward
     from grpo_lab.rewards.coin import CoinReward
+    from grpo_lab.rewards.countdown import CountdownReward
     from grpo_lab.rewards.equation_steps import EquationSteps
     from grpo_lab.rewards.format import ThinkFormatReward
     from grpo_lab.rewards.group_function import group_reward
@@ -61,6 +69,7 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.protocol import GroupReward
+    from grpo_lab.rewards.proof import ProofReward
     from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps

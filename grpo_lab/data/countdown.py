@@ -1,0 +1,127 @@
+"""Endless, seeded games of Countdown: reach a target with each given number exactly once.
+
+Every game has a solution, the one it was made from: numbers are drawn, then two at a time are put together until one is left.
+**Splits are disjoint by construction**, as in ``word_problems``: numbers (sorted) and target are hashed, and the hash decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.rows import to_dataset
+from grpo_lab.data.splits import checked_range, checked_split, split_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_PATIENCE = 20_000
+
+
+@dataclass(frozen=True)
+class Game:
+    """Numbers in the order given, the target, an expression that reaches it, and that one's steps, one a line."""
+
+    numbers: tuple[int, ...]
+    target: int
+    expression: str
+    steps: tuple[str, ...]
+
+
+def countdown(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    numbers: tuple[int, int] = (3, 4),
+    template: str | PromptTemplate = "chat",
+    *,
+    largest: int = 25,
+    largest_target: int = 100,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """``n`` different games: columns ``prompt, template, question, numbers, target, solution, worked_solution``.
+
+    Args:
+        seed: same arguments, same rows. Other seeds of one split may repeat games, other splits never do.
+        split: ``train``, ``cold_start`` or ``test`` (held out).
+        numbers: fewest and most numbers of a game, both included.
+        template: name of a prompt template (``grpo_lab.data.prompts``).
+        largest, largest_target: no given number, and no target, is larger. All are whole and positive, as is every step of
+            the solution that the game was made from.
+        system_prompt: system turn, for template ``chat`` alone.
+
+    Raises:
+        ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.
+    """
+    form = find_template(template, system_prompt)
+    if n < 1 or largest < 2 or largest_target < 2:
+        raise ValueError(f"n is {n}, largest {largest}, largest_target {largest_target}; at least 1, 2 and 2 are needed")
+    sizes = checked_range("numbers", numbers, 2, 8)
+    games = list(islice(_games(random.Random(f"countdown/{seed}/{split}"), split, sizes, largest, largest_target), n))
+    if len(games) < n:
+        raise ValueError(
+            f"only {len(games)} different games were found for split={split!r}, numbers={sizes}, largest={largest}, "
+            f"largest_target={largest_target}; n={n} asked. Raise largest or numbers, or lower n"
+        )
+    return to_dataset((_row(game) for game in games), form)
+
+
+def _row(game: Game) -> dict[str, Any]:
+    given = ", ".join(map(str, game.numbers))
+    return {
+        "question": f"Use each of the numbers {given} exactly once, with + - * / and brackets, to make {game.target}. "
+        "End with <answer>your expression</answer>.",
+        "numbers": list(game.numbers),
+        "target": game.target,
+        "solution": game.expression,
+        "worked_solution": "\n".join([*game.steps, f"<answer>{game.expression}</answer>"]),
+    }
+
+
+def _games(
+    rng: random.Random, split: str, sizes: tuple[int, int], largest: int, largest_target: int
+) -> Iterator[Game]:
+    checked_split(split)
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    misses = 0
+    while misses < _PATIENCE:
+        game = _drawn(rng, rng.randint(*sizes), largest, largest_target)
+        mark = None if game is None else (tuple(sorted(game.numbers)), game.target)
+        if game is None or mark in seen or split_of(f"countdown {mark}") != split:
+            misses += 1
+            continue
+        misses = 0
+        seen.add((tuple(sorted(game.numbers)), game.target))
+        yield game
+
+
+def _drawn(rng: random.Random, size: int, largest: int, largest_target: int) -> Game | None:
+    """One game; None where its result is too large, or where it is one of the numbers."""
+    numbers = tuple(rng.randint(1, largest) for _ in range(size))
+    left: list[tuple[int, str]] = [(number, str(number)) for number in numbers]
+    steps: list[str] = []
+    while len(left) > 1:
+        (a, first), (b, second) = rng.sample(left, 2)
+        left.remove((a, first))
+        left.remove((b, second))
+        sign, value = rng.choice(_ways(a, b))
+        steps.append(f"{a} {sign} {b} = {value}")
+        left.append((value, f"({first} {sign} {second})"))
+    target, expression = left[0]
+    if not 2 <= target <= largest_target or target in numbers:
+        return None
+    return Game(numbers, target, expression[1:-1], tuple(steps))
+
+
+def _ways(a: int, b: int) -> list[tuple[str, int]]:
+    """The operations that leave a whole and positive number."""
+    ways = [("+", a + b), ("*", a * b)]
+    ways += [("-", a - b)] if a > b else []
+    return ways + ([("/", a // b)] if a % b == 0 and b > 1 else [])
+
+
+__all__ = ["Game", "countdown"]

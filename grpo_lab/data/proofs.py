@@ -1,0 +1,227 @@
+"""Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
+
+A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open assumption, or made
+a premise. Then it is written down in the format of ``grpo_lab.verifiers.natural_deduction``.
+**Splits are disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.rows import to_dataset
+from grpo_lab.data.splits import checked_range, checked_split, split_of
+from grpo_lab.verifiers.formula import FALSE, Formula, write
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_ATOMS = "pqrs"
+_PATIENCE = 20_000
+RULES = (
+    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e m, raa a-b. "
+    "One line a step: `n. formula [rule lines]`, with one | before the formula for each open assumption."
+)
+
+
+@dataclass
+class _Step:
+    """A formula shown by ``rule`` from other steps, each of them perhaps under an assumption of its own."""
+
+    formula: Formula
+    rule: str
+    rests_on: list[_Step] = field(default_factory=list)
+    assumptions: list[Formula | None] = field(default_factory=list)
+
+    def size(self) -> int:
+        under = sum(one is not None for one in self.assumptions)
+        return (self.rule not in ("premise", "assumed")) + under + sum(step.size() for step in self.rests_on)
+
+
+def proofs(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    steps: tuple[int, int] = (2, 6),
+    template: str | PromptTemplate = "chat",
+    *,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
+
+    Args:
+        seed: same arguments, same rows. Other seeds of one split may repeat sequents, other splits never do.
+        split: ``train``, ``cold_start`` or ``test`` (held out).
+        steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
+        template: name of a prompt template (``grpo_lab.data.prompts``).
+        system_prompt: system turn, for template ``chat`` alone.
+
+    Raises:
+        ValueError: a setting out of its range, or fewer than ``n`` different sequents under these settings.
+    """
+    form = find_template(template, system_prompt)
+    if n < 1:
+        raise ValueError(f"n is {n}; at least 1 sequent is needed")
+    sizes = checked_range("steps", steps, 1, 30)
+    found = list(islice(_sequents(random.Random(f"proofs/{seed}/{split}"), checked_split(split), sizes), n))
+    if len(found) < n:
+        raise ValueError(
+            f"only {len(found)} different sequents were found for split={split!r}, steps={sizes}; n={n} asked. Raise steps, or lower n"
+        )
+    return to_dataset(found, form)
+
+
+def _sequents(rng: random.Random, split: str, sizes: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    misses = 0
+    while misses < _PATIENCE:
+        step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
+        premises, lines = _written(step)
+        mark = f"{sorted(premises)} |- {write(step.formula)}"
+        count = len(lines) - len(premises)
+        trivial = {"#", write(step.formula)} & set(premises)
+        if not sizes[0] <= count <= sizes[1] or mark in seen or split_of(mark) != split or trivial:
+            misses += 1
+            continue
+        misses = 0
+        seen.add(mark)
+        sequent = f"{', '.join(premises)} |- {write(step.formula)}".strip()
+        proof = "\n".join(lines)
+        question = f"Prove {sequent} by natural deduction. {RULES}"
+        yield {"question": question, "sequent": sequent, "solution": proof, "worked_solution": proof, "steps": count}
+
+
+def _formula(rng: random.Random, depth: int) -> Formula:
+    if depth == 0 or rng.random() < 0.3:
+        return (rng.choice(_ATOMS),)
+    sign = rng.choice(("&", "v", "->", "->", "~"))
+    if sign == "~":
+        return ("~", _formula(rng, depth - 1))
+    return (sign, _formula(rng, depth - 1), _formula(rng, depth - 1))
+
+
+class _Grown:
+    """Grows a proof; ``budget`` is how many lines there may still be."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def show(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        if goal in assumed:
+            return _Step(goal, "assumed")
+        ways = self._introductions(goal) + ["->e", "&e", "~~e"]
+        if budget <= 0:
+            return _Step(goal, "premise")
+        if budget >= 4 and goal != FALSE:
+            ways += ["ve", "raa"]
+        return getattr(self, _BY[self.rng.choice(ways)])(goal, budget - 1, assumed)  # type: ignore[no-any-return]
+
+    def _introductions(self, goal: Formula) -> list[str]:
+        by_sign = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
+        rule = by_sign.get(goal[0]) if len(goal) > 1 or goal == FALSE else None
+        return [] if rule is None else [rule] * 4
+
+    def _under(self, assumption: Formula, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return self.show(goal, budget - 1, (*assumed, assumption))
+
+    def both(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        left = self.show(goal[1], budget // 2, assumed)
+        return _Step(goal, "&i", [left, self.show(goal[2], budget - left.size(), assumed)], [None, None])
+
+    def either(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return _Step(goal, "vi", [self.show(goal[self.rng.choice((1, 2))], budget, assumed)], [None])
+
+    def implies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return _Step(goal, "->i", [self._under(goal[1], goal[2], budget, assumed)], [goal[1]])
+
+    def refutes(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return _Step(goal, "~i", [self._under(goal[1], FALSE, budget, assumed)], [goal[1]])
+
+    def absurd(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return _Step(goal, "raa", [self._under(("~", goal), FALSE, budget, assumed)], [("~", goal)])
+
+    def contradicts(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        refuted = [one[1] for one in assumed if one[0] == "~"]
+        middle = self.rng.choice(refuted or list(assumed) or [_formula(self.rng, 1)])
+        left = self.show(("~", middle), budget // 2, assumed)
+        return _Step(goal, "~e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
+
+    def applies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        middle = self.rng.choice([*assumed, _formula(self.rng, 1)])
+        left = self.show(("->", middle, goal), budget // 3, assumed)
+        return _Step(goal, "->e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
+
+    def part_of(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        other = _formula(self.rng, 1)
+        whole = ("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal)
+        return _Step(goal, "&e", [self.show(whole, budget // 2, assumed)], [None])
+
+    def doubly_denied(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        return _Step(goal, "~~e", [self.show(("~", ("~", goal)), budget, assumed)], [None])
+
+    def by_cases(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        first, second = _formula(self.rng, 1), _formula(self.rng, 1)
+        whole = self.show(("v", first, second), 0, assumed)
+        left = self._under(first, goal, budget // 2, assumed)
+        right = self._under(second, goal, budget - left.size() - 1, assumed)
+        return _Step(goal, "ve", [whole, left, right], [None, first, second])
+
+
+_BY = {
+    "&i": "both", "vi": "either", "->i": "implies", "~i": "refutes", "raa": "absurd", "~e": "contradicts", "->e": "applies",
+    "&e": "part_of", "~~e": "doubly_denied", "ve": "by_cases",
+}  # fmt: skip
+
+
+def _written(goal: _Step) -> tuple[list[str], list[str]]:
+    """The premises as texts, in order, and all lines of the proof."""
+    premises = list(dict.fromkeys(write(formula) for formula in _premises(goal)))
+    writer = _Writer([f"{number}. {text} [premise]" for number, text in enumerate(premises, start=1)])
+    scope = {text: number for number, text in enumerate(premises, start=1)}
+    writer.line_of(goal, scope, 0)
+    return premises, writer.lines
+
+
+def _premises(step: _Step) -> Iterator[Formula]:
+    if step.rule == "premise":
+        yield step.formula
+    for one in step.rests_on:
+        yield from _premises(one)
+
+
+class _Writer:
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def _write(self, text: str, depth: int) -> int:
+        self.lines.append(f"{len(self.lines) + 1}. {'| ' * depth}{text}")
+        return len(self.lines)
+
+    def line_of(self, step: _Step, scope: dict[str, int], depth: int) -> int:
+        """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
+        known = scope.get(write(step.formula))
+        if known is not None:
+            return known
+        places = [
+            str(self.line_of(one, scope, depth)) if under is None else self._part(one, under, scope, depth)
+            for one, under in zip(step.rests_on, step.assumptions, strict=True)
+        ]
+        scope[write(step.formula)] = self._write(f"{write(step.formula)} [{step.rule} {','.join(places)}]", depth)
+        return scope[write(step.formula)]
+
+    def _part(self, step: _Step, assumption: Formula, scope: dict[str, int], depth: int) -> str:
+        inner = dict(scope)
+        first = self._write(f"{write(assumption)} [assume]", depth + 1)
+        inner[write(assumption)] = first
+        last = self.line_of(step, inner, depth + 1)
+        if last != len(self.lines):  # shown before, outside or higher up: a part ends with what it shows
+            last = self._write(f"{write(step.formula)} [copy {last}]", depth + 1)
+        return f"{first}-{last}"
+
+
+__all__ = ["proofs"]

@@ -1,0 +1,86 @@
+"""ProofReward: is the completion a proof of the row's sequent, by natural deduction for propositional logic?
+
+    reward = 1[every line follows by its rule, and the last is the goal under no assumption]
+
+The checker is small, kept here and knows one format (``natural_deduction``). A proof can be checked where an answer cannot: there is nothing to
+guess, and as many right texts as there are proofs. Read is the inside of the last ``<answer>``, else the last fenced block, else the text
+from its last line ``1.`` on, to the first line that is no line of a proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_lab.rewards.answer_block import answer_block
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.verifiers.formula import Formula, NoFormula, read
+from grpo_lab.verifiers.natural_deduction import NotAProof, check
+
+_FIRST, _NUMBERED = re.compile(r"^\s*1[.):]"), re.compile(r"^\s*[0-9]{1,4}[.):]")
+_TURNSTILE = re.compile(r"\|-|⊢")
+
+
+def read_sequent(text: str) -> tuple[list[Formula], Formula]:
+    """``p -> q, p |- q``: premises and goal. ``NoFormula`` for another text."""
+    sides = _TURNSTILE.split(text)
+    if len(sides) != 2:
+        raise NoFormula("a sequent is `premises |- goal`")
+    return [read(part) for part in sides[0].split(",") if part.strip()], read(sides[1])
+
+
+def why_not(completion: str, sequent: str) -> str:
+    """What is wrong with the proof in ``completion``; empty where it is one. ``NoFormula``: the sequent is none."""
+    premises, goal = read_sequent(sequent)
+    try:
+        check(_proof_lines(answer_block(completion)), premises, goal)
+    except NotAProof as error:
+        return str(error)
+    return ""
+
+
+def _proof_lines(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    starts = [place for place, line in enumerate(lines) if _FIRST.match(line)]
+    taken: list[str] = []
+    for line in lines[starts[-1] :] if starts else []:
+        if not _NUMBERED.match(line):
+            break
+        taken.append(line)
+    return "\n".join(taken)
+
+
+class ProofReward:
+    """1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``), else 0.0."""
+
+    columns = ("sequent",)  # what `LabTrainer` looks for in the data set before anything is loaded
+
+    def __init__(self) -> None:
+        self.__name__ = "proof_reward"  # TRL names its metrics after this
+
+    def __repr__(self) -> str:
+        return "ProofReward()"
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        sequent: Sequence[str | None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Rewards in order; None where a row's sequent is none."""
+        if completions is None or sequent is None:
+            raise ValueError("ProofReward needs completions=[...] and the sequents in the column 'sequent'")
+        if len(completions) != len(sequent):
+            raise ValueError(f"got {len(completions)} completions and {len(sequent)} sequents; they must be one to one")
+        return [self._score(completion_text(text), goal) for text, goal in zip(completions, sequent, strict=True)]
+
+    def _score(self, text: str, sequent: str | None) -> float | None:
+        try:
+            return float(why_not(text, sequent or "") == "")
+        except NoFormula:
+            return None
+
+
+__all__ = ["ProofReward", "read_sequent", "why_not"]

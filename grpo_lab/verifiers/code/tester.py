@@ -1,0 +1,213 @@
+"""Runs a row's tests against a program that lives in another process, and reports each result on a pipe of its own.
+
+The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``check(candidate)``, ``def test_…``, loops, ``try``. Names that
+neither they nor Python define are the program's, and are asked for over the channel. The model's code never runs in this process,
+so it cannot patch, trace, skip or read a test.
+
+A *test* is a statement that asserts (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none does, a
+statement that is a call. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
+ends the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_lab.verifiers.code.remote import Program, ProgramGone, Unsendable
+from grpo_lab.verifiers.code.wire import unpack
+
+UNIT = "__one_test__"
+_DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+
+
+class NoTests(ValueError):
+    """The tests are no Python, or nothing in them is a test."""
+
+
+class _Enough(BaseException):
+    """A test failed and one failure decides."""
+
+
+class _Unit:
+    """``with __one_test__(i):``: one test; its exceptions end here."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Unsendable | _Enough):
+            return False
+        passed = error is None and not self.run.program.gone
+        self.run.report(b"1" if passed else b"0")
+        if not passed and (self.run.stop_early or self.run.program.gone):
+            raise _Enough
+        return True
+
+
+class Run:
+    """One program's test run. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
+
+    def __init__(self, program: Program, report: Callable[[bytes], Any], stop_early: bool) -> None:
+        self.program = program
+        self.report = report
+        self.stop_early = stop_early
+
+    def tests(self, code: types.CodeType, entry_point: str | None, source: str) -> None:
+        """The program's text first, then the tests' code."""
+        try:
+            self.program.load(source)
+            names = Names(self.program)
+            if entry_point is not None:
+                names[entry_point] = self.program.get(entry_point)
+            names[UNIT] = lambda: _Unit(self)
+            self._offer_as_module()
+            exec(code, names)
+            self.report(b"." if not self.program.gone else b"")
+        except Unsendable as error:
+            self.report(b"?" + str(error).encode()[:300])
+        except (_Enough, ProgramGone, Exception):
+            return  # reported, or between tests: no test after it counts
+
+    def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
+        """Input/output pairs of a function: ``entry_point(*input) == output``."""
+        try:
+            self.program.load(source)
+            function = self.program.get(entry_point)
+            for given, expected in pairs:
+                with _Unit(self):
+                    args, wanted = unpack(given, _nothing_else), unpack(expected, _nothing_else)
+                    assert same(function(*args), wanted)
+            self.report(b".")
+        except (_Enough, ProgramGone, Exception):
+            return
+
+    def _offer_as_module(self) -> None:
+        """``from solution import f``, as some data sets write it."""
+
+        def find(name: str) -> Any:
+            if name not in self.program.names:
+                raise AttributeError(name)
+            return self.program.get(name)
+
+        module = types.ModuleType("solution")
+        module.__getattr__ = find  # type: ignore[method-assign]
+        sys.modules["solution"] = module
+
+
+def _nothing_else(tag: str, reference: Any) -> Any:
+    raise NoTests(f"{tag} in an input/output pair")
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Equal; a tuple is as good as a list, which JSON has alone."""
+    return bool(value == expected) or _as_lists(value) == _as_lists(expected)
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+class Names(dict[str, Any]):
+    """The tests' own names; then Python's; then modules of the standard library; then the program's."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        self._program = program
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)  # Python looks there next
+        if name in sys.stdlib_module_names:
+            return importlib.import_module(name)
+        if name not in self._program.names:
+            raise KeyError(name)
+        return self._program.get(name)
+
+
+def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int]:
+    """The tests with every one of them marked, and how many there are. ``NoTests`` where that is none."""
+    try:
+        tree = ast.parse(tests)
+        if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
+            raise NoTests("nothing in the tests can fail: they have no `assert`")
+        counter = _Counter()
+        tree.body = counter.marked_module(tree.body, entry_point)
+        if not counter.count:
+            raise NoTests("nothing in the tests is an assertion or a call")
+        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NoTests(f"the tests are no Python: {error}") from None
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def marked_module(self, body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
+        check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
+        if check is not None and entry_point is not None and not _calls(body, "check"):
+            check.body = self.marked(check.body)
+            return [*body, ast.parse(f"check({entry_point})").body[0]]
+        functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
+        called = [name for name in functions if not _calls(body, name)]
+        if check is not None and _calls(body, "check") and _asserts_inside(check):
+            check.body = self.marked(check.body)
+            return body
+        rest = self.marked(body, calls_too=not called)
+        return rest + [self._unit(ast.parse(f"{name}()").body[0]) for name in called]
+
+    def marked(self, body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
+        asserting = [one for one in body if _asserts(one)]
+        chosen = asserting or [one for one in body if calls_too and _is_call(one)]
+        return [self._unit(one) if one in chosen else one for one in body]
+
+    def _unit(self, statement: ast.stmt) -> ast.stmt:
+        self.count += 1
+        call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
+        return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    return not isinstance(statement, _DEFINES) and _asserts_inside(statement)
+
+
+def _asserts_inside(statement: ast.stmt) -> bool:
+    return any(isinstance(n, ast.Assert) and not isinstance(n.test, ast.Constant) for n in ast.walk(statement))
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+
+
+def _is_test(function: ast.FunctionDef) -> bool:
+    given = function.args
+    return function.name.startswith("test") and not (given.args or given.posonlyargs or given.kwonlyargs)
+
+
+def _calls(body: list[ast.stmt], name: str) -> bool:
+    outside = [one for one in body if not isinstance(one, ast.FunctionDef)]
+    calls = [n.func for one in outside for n in ast.walk(one) if isinstance(n, ast.Call)]
+    return any(isinstance(function, ast.Name) and function.id == name for function in calls)
+
+
+def run(job: dict[str, Any], channel: Any, report: int) -> None:
+    """Entry point of the tester's process."""
+    random.seed(0)  # tests that draw their cases draw the same ones for every program
+    program = Program(channel)
+    one_run = Run(program, lambda sign: os.write(report, sign), job["stop_early"])
+    if job["kind"] == "calls":
+        one_run.calls(job["tests"], job["entry_point"], job["program"])
+    else:
+        code, _ = compiled(job["tests"], job["entry_point"])
+        one_run.tests(code, job["entry_point"], job["program"])

@@ -1,0 +1,152 @@
+"""``CodeReward`` under attack: programs that want to be paid for nothing, want more than they are given, or want to do harm.
+
+Every attack scores 0, nothing outside changes, no process is left, no verdict is late. Where a machine gives no namespaces, the same holds
+behind what it gives; attacks whose only wall is missing are left out, and the test says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from code_attacks import FORGED, GREEDY, HARMFUL
+
+from grpo_lab.rewards import CodeReward
+
+TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
+WALL_S, CPU_S, MEMORY = 4.0, 1.0, 1 << 29
+ON_ITS_WAY_S = 2.0
+"""For the start of processes on a busy machine, beside the limit."""
+WITHOUT_NAMESPACES = ["seccomp", "landlock", "limits"]
+
+
+@pytest.fixture(scope="module")
+def in_force() -> list[str]:
+    reward = CodeReward(workers=1)
+    standing = reward.in_force
+    reward.close()
+    return standing
+
+
+@pytest.fixture(params=["all walls", "no namespaces"])
+def reward(request: pytest.FixtureRequest, in_force: list[str]) -> Iterator[CodeReward]:
+    walls = None if request.param == "all walls" else WITHOUT_NAMESPACES
+    missing = [wall for wall in walls or () if wall not in in_force]
+    if missing:
+        pytest.skip(f"this machine gives no {missing}")
+    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=2, walls=walls)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """Orphans become children of this process: what an attack leaves behind is seen, in whatever session it hid."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    before = children()
+    yield
+    deadline = time.monotonic() + 2.0
+    while children() - before and time.monotonic() < deadline:
+        try:
+            os.waitpid(-1, os.WNOHANG)  # orphans that have ended
+        except ChildProcessError:
+            break
+        time.sleep(0.01)
+    assert children() - before == set()
+
+
+def children() -> set[int]:
+    own = os.getpid()
+    return {int(pid) for task in os.listdir(f"/proc/{own}/task") for pid in _words(f"/proc/{own}/task/{task}/children")}
+
+
+def _words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def scores(reward: CodeReward, programs: dict[str, str]) -> dict[str, float | None]:
+    texts = [f"```python\n{program}\n```" for program in programs.values()]
+    return dict(zip(programs, reward(completions=texts, tests=[TESTS] * len(texts)), strict=True))
+
+
+def nothing_paid(found: dict[str, float | None]) -> None:
+    assert {name: score for name, score in found.items() if score != 0.0} == {}
+
+
+@pytest.mark.slow
+def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left: None) -> None:
+    nothing_paid(scores(reward, FORGED))
+    assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
+    reward.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_taken_beyond_the_limits(reward: CodeReward, no_process_left: None) -> None:
+    before = set(os.listdir("/tmp"))
+    late = {}
+    for name, program in GREEDY.items():
+        start = time.monotonic()
+        nothing_paid(scores(reward, {name: program}))
+        late[name] = time.monotonic() - start
+    assert {name: seconds for name, seconds in late.items() if seconds > WALL_S + ON_ITS_WAY_S} == {}
+    reward.close()
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < MEMORY + (1 << 30)
+    assert {name for name in os.listdir("/tmp") if name.startswith("grpo_lab_code_")} <= before
+
+
+@pytest.mark.slow
+def test_nothing_outside_is_touched(
+    reward: CodeReward,
+    no_process_left: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    canary, home = tmp_path / "canary", tmp_path / "home"
+    canary.write_text("untouched")
+    home.mkdir()
+    before = [as_it_is(path) for path in (canary, home)]
+    received: list[int] = []
+    for name in ("SIGUSR1", "SIGWINCH"):
+        noticed(name, received, request)
+    monkeypatch.setenv("CANARY_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.0)
+        filled = {"CANARY_TOKEN": "CANARY_TOKEN", "CANARY": str(canary), "HOME": str(home)}
+        filled |= {"TRAINER": str(os.getpid()), "PORT": str(server.getsockname()[1])}
+        nothing_paid(scores(reward, {name: fill(program, filled) for name, program in HARMFUL.items()}))
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert (canary.read_text(), sorted(tmp_path.iterdir()), list(home.iterdir())) == ("untouched", [canary, home], [])
+    assert [as_it_is(path) for path in (canary, home)] == before
+    assert received == []
+    touched = (Path.home() / "touched", Path("/etc/grpo_lab_touched"), Path("/etc/cron.d/grpo_lab_touched"))
+    assert [path for path in touched if path.exists()] == []
+    assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
+    reward.close()
+
+
+def noticed(name: str, received: list[int], request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.Signals[name], lambda seen, frame: received.append(seen))
+    request.addfinalizer(lambda: signal.signal(signal.Signals[name], before))
+
+
+def as_it_is(path: Path) -> tuple[float, ...]:
+    seen = path.stat()
+    return seen.st_mode, seen.st_uid, seen.st_mtime, seen.st_nlink, len(os.listxattr(path))
+
+
+def fill(program: str, filled: dict[str, str]) -> str:
+    for name, value in filled.items():
+        program = program.replace(name, value) if name != "CANARY_TOKEN" else program.replace(name, "\0")
+    return program.replace("\0", "CANARY_TOKEN")

@@ -1,0 +1,379 @@
+"""``CodeReward``: real programs and their mutants, spellings of tests, both scores, threads, limits, a trainer that dies."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.rewards import CodeReward
+from grpo_lab.rewards.code_tests import read_tests
+from grpo_lab.rewards.program_text import program_text
+
+ADD = "def add(a, b):\n    return a + b"
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeReward]:
+    made = CodeReward(timeout_s=2.0, wall_s=20.0, workers=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def share() -> Iterator[CodeReward]:
+    made = CodeReward("share", timeout_s=2.0, wall_s=20.0, workers=2)
+    yield made
+    made.close()
+
+
+def one(reward: CodeReward, program: str, tests: Any, entry_point: str | None = None) -> float | None:
+    return reward(completions=[program], tests=[tests], entry_point=[entry_point])[0]
+
+
+@pytest.fixture(scope="module")
+def human_eval(grpo_lab_data: Path) -> list[dict[str, str]]:
+    lines = (grpo_lab_data / "code" / "humaneval.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_every_canonical_solution_of_humaneval_passes(reward: CodeReward, human_eval: list[dict[str, str]]) -> None:
+    texts = [f"Here:\n```python\n{row['prompt']}{row['canonical_solution']}\n```\nDone." for row in human_eval]
+    columns = {"tests": [row["test"] for row in human_eval], "entry_point": [row["entry_point"] for row in human_eval]}
+    assert reward(completions=texts, **columns) == [1.0] * 164
+
+
+class Mutant(ast.NodeTransformer):
+    """The ``n``-th place of one kind changed: a comparison turned round, a number off by one, a statement dropped."""
+
+    def __init__(self, kind: str, n: int) -> None:
+        self.kind, self.left = kind, n
+        self.done = False
+
+    def _here(self) -> bool:
+        self.left -= 1
+        self.done = self.done or self.left == -1
+        return self.left == -1
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        turned = {
+            ast.Lt: ast.GtE,
+            ast.Gt: ast.LtE,
+            ast.Eq: ast.NotEq,
+            ast.NotEq: ast.Eq,
+            ast.LtE: ast.Gt,
+            ast.GtE: ast.Lt,
+        }
+        if self.kind == "comparison" and type(node.ops[0]) in turned and self._here():
+            node.ops[0] = turned[type(node.ops[0])]()
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if self.kind == "off by one" and type(node.value) is int and self._here():
+            return ast.Constant(node.value + 1)
+        return node
+
+    def visit(self, node: ast.AST) -> Any:
+        if self.kind == "dropped" and isinstance(node, ast.Return | ast.Assign | ast.AugAssign) and self._here():
+            return ast.Pass()
+        return super().visit(node)
+
+
+def mutated(source: str, number: int) -> str | None:
+    kind = ("comparison", "off by one", "dropped")[number % 3]
+    mutant = Mutant(kind, 0)
+    tree = ast.fix_missing_locations(mutant.visit(ast.parse(source)))
+    return ast.unparse(tree) if mutant.done else None
+
+
+ORACLE = """
+import json, os, signal, sys
+for line in sys.stdin:
+    row, pid = json.loads(line), os.fork()
+    if pid == 0:
+        signal.setitimer(signal.ITIMER_PROF, 4.0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            names = {"__name__": "mutant"}
+            exec(row["program"], names)
+            exec(row["test"], names)
+            names["check"](names[row["entry_point"]])
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    print(int(os.waitpid(pid, 0)[1] == 0), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_mutants_score_as_a_plain_interpreter_finds_them(reward: CodeReward, human_eval: list[dict[str, str]]) -> None:
+    """The oracle runs program and tests in one interpreter, as published harnesses do: honest programs, so both must agree."""
+    mutants = [
+        {**row, "program": program}
+        for number, row in enumerate(human_eval)
+        if (program := mutated(row["prompt"] + row["canonical_solution"], number)) is not None
+    ]
+    given = "\n".join(json.dumps(row) for row in mutants)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ORACLE], input=given, capture_output=True, text=True, timeout=300
+    )
+    expected = [float(line) for line in done.stdout.split()]
+    columns = {"tests": [row["test"] for row in mutants], "entry_point": [row["entry_point"] for row in mutants]}
+    found = reward(completions=[row["program"] for row in mutants], **columns)
+    differing = [(row["task_id"], a, b) for row, a, b in zip(mutants, found, expected, strict=True) if a != b]
+    assert differing == []
+    assert len(mutants) > 120
+    assert sum(expected) < len(mutants) / 3  # most are seen by their tests: the zeros are no accident
+
+
+SPELLINGS: dict[str, tuple[Any, str | None]] = {
+    "MBPP's list": (["assert add(1, 2) == 3", "assert add(2, 2) == 4"], None),
+    "a text": ("assert add(1, 2) == 3\nassert add(2, 2) == 4", None),
+    "HumanEval's check": (
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4",
+        "add",
+    ),
+    "check, called": ("def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\ncheck(add)", None),
+    "test functions": ("def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4", None),
+    "an import": ("from solution import add\nassert add(1, 2) == 3\nassert add(2, 2) == 4", None),
+    "JSON calls": ('[{"input": [1, 2], "output": 3}, {"input": [2, 2], "output": 4}]', "add"),
+    "pairs of calls": ([[[1, 2], 3], ((2, 2), 4)], "add"),
+    "APPS": ('{"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [3, 4]}', None),
+    "columns": ({"input": [[1, 2], [2, 2]], "output": [3, 4]}, "add"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_tests(reward: CodeReward, share: CodeReward, name: str) -> None:
+    tests, entry_point = SPELLINGS[name]
+    assert one(reward, ADD, tests, entry_point) == 1.0
+    assert one(reward, "def add(a, b):\n    return 3", tests, entry_point) == 0.0
+    assert one(share, "def add(a, b):\n    return 3", tests, entry_point) == 0.5  # the first of two
+    assert one(share, "x = 1", tests, entry_point) == 0.0
+
+
+SCRIPT = "n = int(input())\nprint(*[sum(map(int, input().split())) for _ in range(n)], sep='\\n')"
+SCRIPTS: dict[str, Any] = {
+    "a list of structs": [{"input": "1\n1 2\n", "output": "3\n"}, {"input": "2\n1 2\n3 4", "output": "3  \n7\n\n"}],
+    "pairs": [["1\n1 2\n", "3"], ("1\n5 6", "11")],
+    "lists of lines": [[["1", "1 2"], ["3"]]],
+    "numbers": {"input": "1\n1 2", "output": 3},
+    "JSON": json.dumps({"inputs": ["1\n1 2\n"], "outputs": ["3\n"]}),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(reward: CodeReward, name: str) -> None:
+    assert one(reward, SCRIPT, SCRIPTS[name]) == 1.0
+    assert one(reward, "print(3)\nexit(1)", SCRIPTS[name]) == 0.0  # right at times, and it says that it failed
+    assert one(reward, "print('3 7')", SCRIPTS[name]) == 0.0
+
+
+TRANSPARENT: dict[str, tuple[str, str]] = {
+    "values of every kind": (
+        "def same(x): return x",
+        "import datetime, decimal, fractions, collections\n"
+        "for x in (None, True, -0.0, float('inf'), 10**5000, 1j, 'é\\ud800', b'\\x00', (1, [2]), {1: {2}}, frozenset({3}), range(3),\n"
+        "          decimal.Decimal('1.10'), fractions.Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1),\n"
+        "          collections.deque([1]), bytearray(b'x'), {(1, 2): None}, [[[]]]):\n"
+        "    y = same(x)\n    assert y == x and type(y) is type(x)\n",
+    ),
+    "not a number": ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
+    "arguments changed in place": (
+        "def sort(x, d, s):\n    x.sort(); d['new'] = [1]; s.add(9)",
+        "x, d, s = [3, 1, 2], {}, {1}\nsort(x, d, s)\nassert (x, d, s) == ([1, 2, 3], {'new': [1]}, {1, 9})",
+    ),
+    "an object": (
+        "class Stack:\n    def __init__(self, *x): self.x = list(x)\n    def push(self, v): self.x.append(v); return self\n"
+        "    def pop(self): return self.x.pop()\n    def __len__(self): return len(self.x)\n    def __iter__(self): return iter(self.x)\n"
+        "    def __eq__(self, o): return self.x == o.x\n    def __getitem__(self, i): return self.x[i]\n    def __str__(self): return f'S{self.x}'",
+        "s = Stack(1, 2)\ns.push(3).push(4)\nassert s.pop() == 4\nassert len(s) == 3 and list(s) == [1, 2, 3] and 2 in s and 5 not in s\n"
+        "assert s[0] == 1 and str(s) == 'S[1, 2, 3]'\nassert s == Stack(1, 2, 3) and s != Stack(1)\nassert isinstance(s, Stack)\n"
+        "s.x = [7]\nassert s.x == [7]",
+    ),
+    "exceptions": (
+        "class Bad(ValueError): pass\ndef f(x):\n    if x < 0: raise Bad('negative')\n    return {}[x]",
+        "try:\n    f(-1)\n    assert False\nexcept Bad as error:\n    assert str(error) == 'negative'\n"
+        "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass\n"
+        "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass",
+    ),
+    "functions handed over": (
+        "def twice(f, x): return f(f(x))\ndef adder(n): return lambda x: x + n",
+        "k = 3\nassert twice(lambda x: x * k, 2) == 18\nassert twice(abs, -2) == 2\nassert adder(2)(3) == 5\nassert twice(adder(1), 0) == 2",
+    ),
+    "generators": (
+        "def count(n):\n    yield from range(n)",
+        "assert list(count(3)) == [0, 1, 2]\nassert next(count(1)) == 0",
+    ),
+    "named tuples and enums": (
+        "from collections import namedtuple, Counter\nfrom enum import Enum\nPoint = namedtuple('Point', 'x y')\n"
+        "class C(Enum):\n    RED = 1\ndef p(): return Point(1, 2)\ndef c(): return C.RED\ndef n(t): return Counter(t)",
+        "assert p() == (1, 2) and Point(3, 4).x == 3\nassert c() == C.RED and C.RED.value == 1\nassert n('aab') == {'a': 2, 'b': 1}",
+    ),
+    "a contest's class": ("class Solution:\n    def add(self, a, b): return a + b", "assert Solution().add(1, 2) == 3"),
+    "modules that nobody imported": (
+        "def f(x): return x ** 0.5",
+        "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)",
+    ),
+    "constants": ("LIMIT = 7\ndef f(): return LIMIT", "assert f() == LIMIT == 7"),
+    "threads": (
+        "import threading\nthreading.stack_size(1 << 26)\ndef f():\n    out = []\n"
+        "    t = threading.Thread(target=lambda: out.append(1)); t.start(); t.join()\n    return out",
+        "assert f() == [1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_a_program_in_another_process_is_tested_as_one_in_the_same(reward: CodeReward, name: str) -> None:
+    program, tests = TRANSPARENT[name]
+    names: dict[str, Any] = {}
+    exec(f"import math\n{program}\n{tests}", names)  # the oracle: our own text, in this interpreter
+    assert one(reward, program, tests) == 1.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [None, "", "   ", [], "x = 1", "print(add(1, 2))", "assert True", "assert add(1", {"input": 1}, [["a"]], [[1, 2], 3], 5,
+     "import _thread\nassert add(_thread.allocate_lock(), 1) == 3"],
+)  # fmt: skip
+def test_tests_that_are_none_are_unscorable_whatever_the_program(reward: CodeReward, tests: Any) -> None:
+    assert reward(completions=[ADD, "import sys; sys.exit()"], tests=[tests] * 2)[0] is None
+
+
+def test_unscorable_does_not_depend_on_the_program(reward: CodeReward) -> None:
+    assert (
+        reward(completions=[ADD, "", "while True: pass", "import os; os._exit(0)"], tests=["assert True"] * 4)
+        == [None] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1"),
+        ("```py\nx = 1\n```\nor\n```python\nx = 2\n```\nrun it:\n```bash\nls\n```\n```\n3\n```", "x = 2"),
+        ("```\nx = 1\n```", "x = 1"),
+        ("```python\nx = 1", "x = 1"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1"),
+        ("<think>```python\nx = 1\n```</think>\ny = 2", "\ny = 2"),
+        ("~~~python\nx = 1\n~~~", "x = 1"),
+    ],
+)
+def test_the_program_is_the_last_fenced_block(text: str, program: str) -> None:
+    assert program_text(text) == program
+
+
+def test_shares_count_what_can_fail(share: CodeReward) -> None:
+    tests = (
+        "assert True\nassert f(1) == 1\nassert f(2) == 4\nfor x in (3, 4):\n    assert f(x) == x * x\nassert f(-1) == 0"
+    )
+    assert one(share, "def f(x): return x * x", tests) == 0.75  # of four; `assert True` is none
+    assert (
+        one(share, "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x", tests) == 0.25
+    )  # what came before
+    assert one(share, "def f(x): return x", "assert f(1) == 1\nf(2)[0]\nassert f(3) == 3") == 0.5  # between two tests
+    assert one(share, "print(input())", [["1", "1"], ["2", "2"], ["3", "4"], ["4", "5"]]) == 0.5
+
+
+def test_message_lists_order_and_repeats(reward: CodeReward) -> None:
+    texts = [ADD, "def add(a, b): return a - b", ADD, ADD]
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    tests = ["assert add(2, 1) == 3"] * 3 + ["assert add(2, 1) == 4"]
+    assert reward(completions=texts, tests=tests) == reward(completions=said, tests=tests) == [1.0, 0.0, 1.0, 0.0]
+    logged: dict[str, float] = {}
+    reward(completions=texts, tests=[*tests[:3], None], log_metric=logged.__setitem__)
+    assert logged == {
+        "code_reward/limit": 0.0,
+        "code_reward/unusable": 0.25,
+        "code_reward/walls": float(len(reward.in_force)),
+    }
+
+
+def test_threads_and_copies(reward: CodeReward) -> None:
+    found: dict[int, Any] = {}
+
+    def ask(n: int) -> None:
+        found[n] = one(reward, ADD, f"assert add({n}, 1) == {n + n % 2}")  # right for odd n
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found == {n: float(n % 2) for n in range(6)}
+    again = pickle.loads(pickle.dumps(reward))
+    assert one(again, ADD, "assert add(1, 1) == 2") == 1.0
+    again.close()
+
+
+def test_bad_calls_and_settings() -> None:
+    for settings, word in (
+        ({"score": "most"}, "score"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"memory_bytes": 5}, "memory_bytes"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            CodeReward(**settings)
+    made = CodeReward(walls=["moat"], workers=1)
+    with pytest.raises(ValueError, match="moat"):
+        one(made, ADD, "assert add(1, 1) == 2")
+    made.close()
+    with pytest.raises(ValueError, match="tests"):
+        CodeReward()(completions=["x"])
+    with pytest.raises(ValueError, match="one to one"):
+        CodeReward()(completions=["x"], tests=[])
+
+
+def test_reads_nothing_twice() -> None:
+    assert read_tests('[["1", "2"]]') == read_tests([("1", "2")]) == read_tests({"input": ["1"], "output": ["2"]})
+
+
+TRAINER = """
+import sys
+from grpo_lab.rewards import CodeReward
+reward = CodeReward(workers=1, wall_s=60.0, timeout_s=60.0)
+reward(completions=["x = 1"], tests=["assert x == 1"])
+print(reward._judge.pool.pids[0], flush=True)
+reward(completions=["import time\\ntime.sleep(600)"], tests=["assert x == 1"])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_takes_everything_with_it() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    deadline = time.monotonic() + 20.0
+    while len(family := below(worker)) < 4 and time.monotonic() < deadline:  # two watchers, two jailed
+        time.sleep(0.05)
+    assert len(family) >= 4
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    deadline = time.monotonic() + 5.0
+    while (
+        left := [pid for pid in (worker, *family) if os.path.exists(f"/proc/{pid}")]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def below(pid: int) -> list[int]:
+    try:
+        mine = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return mine + [inner for one in mine for inner in below(one)]
