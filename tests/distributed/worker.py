@@ -114,7 +114,7 @@ def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
 
 def gathered_weights(model: nn.Module, parameters: list[Any]) -> tuple[dict[str, Tensor], float]:
     """The same under ZeRO-3, which keeps a rank's part in ``ds_tensor`` and leaves the parameter empty."""
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     local = sum(p.ds_tensor.numel() for p in parameters)
     with GatheredParameters(parameters):
