@@ -87,7 +87,7 @@ class _FunctionStepReward(StepReward):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if _named_in(self._score) is not self._score:
             return step_reward, (self._score,)
-        return self.__qualname__  # as functions are: by address, which holds this object after the decorator
+        return str(self.__qualname__)  # as functions are: by address, which holds this object after the decorator
 
 
 def _named_in(score: Callable[..., Any]) -> Any:
