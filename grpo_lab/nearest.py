@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 SHORT = 20
 """Names up to which all that are allowed are listed."""
@@ -32,3 +34,15 @@ def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> 
     for key in given:
         if key not in known:
             raise UnknownSettingError(f"{where} {no_such_setting(key, known)}")
+
+
+def refuse_unknown_arguments(called: Callable[..., Any], given: Iterable[str], where: str) -> None:
+    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has no signature."""
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some built-ins have none
+        return
+    kinds = inspect.Parameter
+    if not any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        named = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        refuse_unknown(given, [p.name for p in parameters if p.kind in named], where)

@@ -5,7 +5,7 @@
 
 Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package installed from this
 checkout with the row's pins, and three suites: the contract with TRL's private names, the parity of our objectives with TRL's, and
-the drop-in runs. Prints a table and writes it between the marks of docs/compatibility.md.
+the drop-in runs. Prints a table, and writes it between the marks of docs/compatibility.md once every row has been run.
 
 TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a GPU; where there is none, its
 ``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
@@ -14,13 +14,14 @@ TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this pack
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,13 +132,20 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="leave docs/compatibility.md as it is")
     args = parser.parse_args()
     outcomes = [outcome(name) for name in (args.rows or ROWS)]
-    text = table(outcomes)
-    print(text)
-    if not args.rows and not args.no_write:
+    for row in outcomes:
+        _file(row.name).write_text(json.dumps(asdict(row)))
+    print(table(outcomes))
+    if not args.no_write and all(_file(name).exists() for name in ROWS):
+        text = table([Outcome(**json.loads(_file(name).read_text())) for name in ROWS])
         page = PAGE.read_text()
         head, rest = page.split(BEGIN)
         PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
     return 0 if all(row.green for row in outcomes) else 1
+
+
+def _file(name: str) -> Path:
+    """What a row gave, kept beside its environment: the page wants all rows, one call may run some."""
+    return HOME / f"{name.replace(' ', '_')}.json"
 
 
 if __name__ == "__main__":

@@ -92,11 +92,9 @@ class Rule:
 
 
 def not_finite(history: History, facts: Facts) -> str | None:
-    found = [
-        name
-        for name in ("loss", "grad_norm", "reward", "kl", "entropy")
-        if not math.isfinite(number(history[-1], name) or 0)
-    ]
+    """Where nothing was scored, TRL logs NaN as the reward: a row of its own."""
+    looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if _nothing_scored(history) else ("reward",)))
+    found = [name for name in looked_at if not math.isfinite(number(history[-1], name) or 0)]
     return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
 
 
@@ -107,9 +105,26 @@ def no_learning_rate(history: History, facts: Facts) -> str | None:
     return "the learning rate is 0: nothing moves" if rates == [0.0, 0.0] and not ends else None
 
 
-def all_dead(history: History, facts: Facts) -> str | None:
+def _dead(history: History) -> bool:
     shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
-    if not shares or min(shares) < 1:
+    return bool(shares) and min(shares) >= 1
+
+
+def _nothing_scored(history: History) -> bool:
+    """The mean of a reward that scored no completion is logged as NaN."""
+    last = history[-PERSISTENCE:]
+    means = [number(w, name) for w in last for name in w if name.startswith("rewards/") and name.endswith("/mean")]
+    return _dead(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
+
+
+def nothing_scored(history: History, facts: Facts) -> str | None:
+    if not _nothing_scored(history):
+        return None
+    return "no completion was scored, every reward gave None or NaN, so nothing is learned"
+
+
+def all_dead(history: History, facts: Facts) -> str | None:
+    if not _dead(history) or _nothing_scored(history):
         return None
     reward = recent(history, "reward")
     level = (
@@ -122,7 +137,7 @@ def all_dead(history: History, facts: Facts) -> str | None:
 
 def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
-    if not norms or max(norms) > 0 or all_dead(history, facts):
+    if not norms or max(norms) > 0 or _dead(history):
         return None
     return "the gradient is 0 though groups are alive: no token carries loss, or no weight is trained"
 
@@ -196,7 +211,7 @@ def length_runs_away(history: History, facts: Facts) -> str | None:
 def reward_flat(history: History, facts: Facts) -> str | None:
     """Not where everything is dead or solved: that has a row of its own, or needs none (a reward that never varies)."""
     series = values(last_steps(history, FLAT_STEPS), "reward")
-    if len(series) < FLAT_WINDOWS or all_dead(history, facts) or abs(rise_in_errors(series)) >= NOISE:
+    if len(series) < FLAT_WINDOWS or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
         return None
     level = sum(series) / len(series)
     return f"reward has been flat at {level:.3g} for {FLAT_STEPS} steps (fine if that is all there is to gain)"
@@ -213,6 +228,7 @@ def zero_loss(history: History, facts: Facts) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule("non-finite", not_finite, "learning_rate, max_grad_norm, bf16/fp16, the rewards"),
     Rule("learning rate 0", no_learning_rate, "learning_rate, lr_scheduler_type, warmup_steps"),
+    Rule("nothing scored", nothing_scored, "rewards, the columns and the answer format that they read"),
     Rule("all groups dead", all_dead, "rewards, data (difficulty), num_generations, temperature, update.dead_groups"),
     Rule("no gradient", no_gradient, "mask_truncated_completions, max_completion_length, frozen weights (peft_config)"),
     Rule("sampler drifts", drifting, "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every"),

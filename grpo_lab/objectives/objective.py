@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_lab import registry
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.masked import safe
 from grpo_lab.objectives.aggregation import Aggregation
@@ -61,9 +63,15 @@ class Objective:
         return self.kl if self.kl is not None and self.kl.placement == "reward" and self.kl.coefficient > 0 else None
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there."""
+        """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there.
+
+        Raises:
+            ValueError: the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
+        """
         batch = _safe_inputs(batch)
-        loss = self.surrogate(batch)
+        loss = checked_token_loss(
+            self.surrogate(batch), batch.mask, f"the surrogate {registry.address(self.surrogate)}"
+        )
         if batch.sampler_weights is not None:
             loss = loss * batch.sampler_weights
         if self.kl_in_loss is not None:
@@ -83,6 +91,38 @@ class Objective:
             acts = (batch.advantages != 0).any(dim=1, keepdim=True)
             values = {**values, "product_ratio/held_mean": (batch.log_ratio >= MAX_LOG_PRODUCT) & acts}
         return values
+
+
+def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
+    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``. Any other shape may broadcast to a wrong loss.
+
+    Args:
+        mask: ``[B, T]``.
+        whose: whose function returned it, for the message.
+
+    Raises:
+        ValueError: another shape, or no tensor.
+    """
+    rows, tokens = mask.shape
+    if isinstance(found, Tensor) and tuple(found.shape) in ((rows, tokens), (rows, 1)):
+        return found
+    raise ValueError(
+        f"{whose} returned {_seen(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, {tokens}], the loss "
+        f"per token, or [{rows}, 1], a loss per row"
+    )
+
+
+def checked_scalar(found: Any, whose: str) -> Tensor:
+    """``found`` where it is a tensor without dimensions. ValueError naming ``whose`` function returned something else."""
+    if isinstance(found, Tensor) and found.dim() == 0:
+        return found
+    raise ValueError(
+        f"{whose} returned {_seen(found)}; it must return a tensor without dimensions: the loss, summed up"
+    )
+
+
+def _seen(found: Any) -> str:
+    return f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:

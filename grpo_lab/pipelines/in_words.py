@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from grpo_lab.pipelines.recipe import DataSection, RewardSection
+from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 
 
@@ -33,3 +33,12 @@ def section_of(name: str, reward: Any, weight: float) -> RewardSection:
     if not isinstance(own, Schedule):
         return RewardSection(name, weight)
     return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})
+
+
+def rewards_in_force(recipe: Recipe, trainer: Any) -> list[RewardSection]:
+    """The recipe's rewards with the weights in force (``reward_weights`` may have set them), then those beside them: that a named
+    trainer declares, or an environment owns."""
+    weights = trainer.args.reward_weights or [reward.weight for reward in recipe.rewards]
+    found = [replace(reward, weight=float(weight)) for reward, weight in zip(recipe.rewards, weights, strict=False)]
+    whole = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
+    return found + [section_of(name, reward, weight) for name, reward, weight in list(whole)[len(found) :]]

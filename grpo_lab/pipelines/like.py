@@ -45,8 +45,14 @@ def held_out_like(run: str | Path) -> Like:
     defaults = _LONG2SHORT if "method" in written else _TRAINING
     settings = {name: flat.get(name, default) for name, default in defaults.items()}
     parsed = read(EvaluationSection, _as_written(section), "evaluation")
-    tokens = parsed.max_new_tokens or int(settings["max_completion_length"])
-    return Like(parsed, tokens, int(settings["seed"]))
+    tokens = parsed.max_new_tokens or settings["max_completion_length"]
+    if tokens is None:
+        raise ValueError(
+            f"--like {str(run)!r}: that run's `max_completion_length` is null and it has no `evaluation.max_new_tokens`, so nothing says "
+            "how long its evaluation's completions were: write `evaluation.max_new_tokens` there"
+        )
+    seed = settings["seed"]
+    return Like(parsed, int(tokens), int(defaults["seed"] if seed is None else seed))
 
 
 def _as_written(section: Any) -> Any:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.nearest import refuse_unknown
+from grpo_lab.nearest import refuse_unknown, refuse_unknown_arguments
 from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
 from grpo_lab.pipelines.recipe import (
     DataSection,
@@ -55,6 +55,7 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     if section.loader not in LOADERS:
         raise ValueError(f"`{where}.loader` is {section.loader!r}; it must be one of {sorted(LOADERS)}")
     load = getattr(import_module("grpo_lab.data"), LOADERS[section.loader])
+    refuse_unknown_arguments(load, section.arguments, f"`{where}` (loader {section.loader!r})")
     try:
         rows = load(**typed(section.arguments, load, where), template=section.template)
     except TypeError as error:
@@ -85,6 +86,7 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
             "a reward model: a folder here or a hub name 'owner/name'"
         )
     if not isinstance(kind, type):
+        refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
 
@@ -107,6 +109,7 @@ def _reward_model(section: RewardSection, where: str) -> str:
 
 
 def _built(kind: Any, section: RewardSection, where: str) -> Any:
+    refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
     try:
         return kind(**typed(section.arguments, kind, where))
     except TypeError as error:
@@ -206,6 +209,7 @@ def build_part(section: PartSection, where: str) -> Any:
         if section.arguments:
             raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
         return found
+    refuse_unknown_arguments(found, section.arguments, f"`{where}`: {section.name!r}")
     try:
         return found(**typed(section.arguments, found, where))
     except TypeError as error:

@@ -17,7 +17,7 @@ from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
-from grpo_lab.pipelines.in_words import section_of
+from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import (
@@ -270,7 +270,7 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "data": f"{recipe.data.loader} ({len(rows)} rows)",
         "template": recipe.data.template,
         "objective": trainer.algorithm.names,
-        "rewards": [asdict(reward) for reward in recipe.rewards] + _added(recipe, trainer),
+        "rewards": [asdict(reward) for reward in rewards_in_force(recipe, trainer)],
         "seed": trainer.args.seed,
         "settings": dict(recipe.arguments),
         "exact_update": trainer.exact_update.described(),
@@ -278,13 +278,6 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "versions": versions(),
         "seconds": seconds,
     }
-
-
-def _added(recipe: Recipe, trainer: Any) -> list[dict[str, Any]]:
-    """Rewards in force beside the recipe's: those that a named trainer declares, or an environment owns."""
-    names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
-    found = list(zip(names, trainer.reward_funcs, weights, strict=True))[len(recipe.rewards) :]
-    return [asdict(section_of(name, reward, weight)) for name, reward, weight in found]
 
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:

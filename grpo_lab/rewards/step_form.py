@@ -11,10 +11,16 @@ from typing import Any
 StepScores = list[tuple[int, float | None]]
 
 
-def checked_steps(scored: Any, completion_ids: Sequence[Sequence[int]], name: str) -> list[StepScores]:
-    """One list a completion, ends within it and ascending, scores finite or ``None``."""
+def checked_steps(
+    scored: Any, completion_ids: Sequence[Sequence[int]], name: str, nan_rows: set[int] | None = None
+) -> list[StepScores]:
+    """One list a completion, ends within it and ascending, scores finite or ``None`` (also for a NaN).
+
+    ``nan_rows`` gets the place of every completion with a step that was scored NaN.
+    """
     rows = _lists(scored, len(completion_ids), name)
     found: list[StepScores] = []
+    nan_rows = set() if nan_rows is None else nan_rows
     for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
         steps: StepScores = []
         for step in row:
@@ -29,6 +35,9 @@ def checked_steps(scored: Any, completion_ids: Sequence[Sequence[int]], name: st
                 raise ValueError(
                     f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
                 )
+            if score is not None and math.isnan(score):
+                nan_rows.add(place)
+                score = None
             steps.append((end, score))
         found.append(steps)
     return found
@@ -57,7 +66,7 @@ def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
 
 
 def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
-    """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too); NaN is ``None``."""
+    """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too)."""
     try:
         end, score = step
         value = None if score is None else float(score)
@@ -69,7 +78,7 @@ def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
     if not isinstance(end, bool):
         with suppress(TypeError):  # what is no whole number is named where its place is checked
             end = operator.index(end)
-    return end, None if value is None or math.isnan(value) else value
+    return end, value
 
 
 __all__ = ["StepScores", "checked_steps"]

@@ -15,6 +15,7 @@ In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ class StepReward(ABC):
     scope: ClassVar[str] = "step"
     #: set by ``LabTrainer`` where the reward leaves it ``None``; what token ends are counted with
     tokenizer: Any = None
+    #: completions with a step that was scored NaN (taken as ``None``), since the object was made
+    not_numbers: int = 0
 
     @property
     def name(self) -> str:
@@ -57,16 +60,20 @@ class StepReward(ABC):
     ) -> list[StepScores]:
         """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
         scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
-        return checked_steps(scored, completion_ids, self.name)
+        nan_rows: set[int] = set()
+        steps = checked_steps(scored, completion_ids, self.name, nan_rows)
+        self.not_numbers += len(nan_rows)
+        return steps
 
 
 class _FunctionStepReward(StepReward):
     def __init__(self, score: Callable[..., Any]) -> None:
         self._score = score
-        self.__name__ = score.__name__
-        self.__qualname__ = score.__qualname__
-        self.__module__ = score.__module__
-        self.__doc__ = score.__doc__
+        named = _named_in(score)
+        self.__name__ = named.__name__
+        self.__qualname__ = named.__qualname__
+        self.__module__ = named.__module__
+        self.__doc__ = named.__doc__
 
     def score_steps(
         self,
@@ -77,8 +84,17 @@ class _FunctionStepReward(StepReward):
     ) -> Any:
         return self._score(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # as functions are: by address, which holds this object after the decorator
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if _named_in(self._score) is not self._score:
+            return step_reward, (self._score,)
+        return str(self.__qualname__)  # as functions are: by address, which holds this object after the decorator
+
+
+def _named_in(score: Callable[..., Any]) -> Any:
+    """The function inside a ``functools.partial``, the class of a callable object: what has a name."""
+    while isinstance(score, functools.partial):
+        score = score.func
+    return score if hasattr(score, "__qualname__") else type(score)
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:

@@ -23,7 +23,7 @@ from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
-from grpo_lab.trainer.settings.inputs import check_requires
+from grpo_lab.trainer.settings.inputs import check_requires, shared_names
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
 
@@ -88,9 +88,9 @@ def prove(trainer: Any) -> None:
     with unrecorded(trainer):
         said = prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss)
         trainer.say(said)
-    idle = idle_pull(trainer)
-    if idle is not None:
-        trainer.say(idle, level=logging.WARNING)
+    for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names)):
+        if warning is not None:
+            trainer.say(warning, level=logging.WARNING)
 
 
 __all__ = ["Parts", "prove"]

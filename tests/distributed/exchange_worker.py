@@ -80,6 +80,7 @@ def check(case: int, accelerator: Any) -> int:
     plan = plan_update(numbers.rows(all_rows=case % 5 == 0), ranks, alike.choice((1, 20, 60)))
     exchange = Exchange(local, numbers, plan, accelerator)
     assert exchange.bytes_received == expected_bytes(window, plan, accelerator)
+    kind = torch.float64 if case % 2 else torch.float32
     made = []
     for places in exchange.bins:
         found, expected = exchange.bin(places), everything.bin(places)
@@ -93,12 +94,17 @@ def check(case: int, accelerator: Any) -> int:
             for name, value in expected.fields.items():
                 assert bits(found.fields[name]) == bits(value), (case, name)
             made.append(
-                (places, torch.where(expected.fields["completion_mask"].bool(), torch.randn(expected.take.shape), 0.0))
+                (
+                    places,
+                    torch.where(
+                        expected.fields["completion_mask"].bool(), torch.randn(expected.take.shape, dtype=kind), 0.0
+                    ),
+                )
             )
         else:
             assert not found.loss_mask.any()
             assert found.input_ids.shape == (1, 2)
-    home, done = exchange.home(made)
+    home, done = exchange.home(made, kind)
     owned = range(rank * rows * batches, (rank + 1) * rows * batches)
     whole = {
         row: values[i] for part in gather_object([made]) for places, values in part for i, row in enumerate(places)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -59,8 +60,8 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeou
     """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
 
     ``config`` may be one of the recipes: their number of processes, port and precision are overridden, and
-    ``ACCELERATE_USE_CPU`` makes every process a CPU rank. The whole process group ends with the launcher: a worker that hangs
-    in a collective would outlive it.
+    ``ACCELERATE_USE_CPU`` makes every process a CPU rank. On an error every process below the launcher ends with it: a worker that
+    hangs in a collective would outlive it, in a process group of its own, too.
     """
     alike = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
     started = subprocess.Popen(
@@ -74,12 +75,22 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeou
     try:
         output, _ = started.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(started.pid, signal.SIGKILL)
+        end_with_children(started.pid)
         output, _ = started.communicate()
         print(output[-4000:])
         raise
     assert started.returncode == 0, output[-6000:]
     return output
+
+
+def end_with_children(pid: int) -> None:
+    """Kill a process and all that it started, whatever groups and sessions they made. Parents first: none starts another one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        top.suspend()
+        for process in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def train_cases(

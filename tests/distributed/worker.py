@@ -2,7 +2,8 @@
 
     accelerate launch --config_file … tests/distributed/worker.py spec.json
 
-``spec.json``: ``{"model": folder, "out": folder, "runs": [Case.spec(processes), …]}``. Each run leaves ``<name>.pt`` (the final
+``spec.json``: ``{"model": folder, "out": folder, "runs": [Case.spec(processes), …]}``; ``"from": {"run": name, "step": n}`` in a run:
+it goes on from that run's checkpoint. Each run leaves ``<name>.pt`` (the final
 weights) and ``<name>.json``: logged rows and, per rank, the reward tables that it saw and the local rows that its rewards were
 called on. The rollout knows the global row, so the completions are the same however many processes make them.
 """
@@ -114,7 +115,7 @@ def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
 
 def gathered_weights(model: nn.Module, parameters: list[Any]) -> tuple[dict[str, Tensor], float]:
     """The same under ZeRO-3, which keeps a rank's part in ``ds_tensor`` and leaves the parameter empty."""
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     local = sum(p.ds_tensor.numel() for p in parameters)
     with GatheredParameters(parameters):
@@ -125,9 +126,12 @@ def gathered_weights(model: nn.Module, parameters: list[Any]) -> tuple[dict[str,
 def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
     accuracy = Accuracy()
     trainer = build(model_folder, out, run, accuracy)
-    error = None
+    error, before = None, run.get("from")
+    if before is not None:
+        trainer.rollout_func.calls = before["step"]  # a generation a step
+    place = None if before is None else str(out / before["run"] / f"checkpoint-{before['step']}")
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=place)
     except ValueError as refusal:  # of a group reward in stock TRL, before any collective
         error = str(refusal)
     seen = gather_object(

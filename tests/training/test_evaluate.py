@@ -178,3 +178,14 @@ def test_like_a_run_without_evaluation(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "x", "evaluation": None}))
     with pytest.raises(ValueError, match="has no `evaluation`"):
         held_out_like(tmp_path)
+
+
+def test_like_a_run_without_a_limit(tmp_path: Path) -> None:
+    """`max_completion_length: null` ended in `int(None)`."""
+    section = {"data": {"loader": "word_problems", "n": 8}}
+    written = {"evaluation": section, "arguments": {"max_completion_length": None, "seed": None}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
+    with pytest.raises(ValueError, match=r"`max_completion_length` is null .*write `evaluation.max_new_tokens` there"):
+        held_out_like(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**written, "evaluation": {**section, "max_new_tokens": 9}}))
+    assert (held_out_like(tmp_path).max_new_tokens, held_out_like(tmp_path).seed) == (9, 42)

@@ -114,6 +114,22 @@ def test_resample_and_metrics_know_dead_steps(tiny_folder: Path, tmp_path: Path)
     assert max(row["update/resample_rounds"] for row in done.history if "update/resample_rounds" in row) > 1
 
 
+def test_nan_scores_are_counted_and_said(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were in no `rewards/nan_share`. And two rewards of one name share a log entry: said at the start."""
+
+    @step_reward
+    def one_step(completion_ids: Any, number: Any, **_: Any) -> Any:
+        return [[(len(ids) - 1, float("nan") if n % 2 else float(n))] for ids, n in zip(completion_ids, number)]
+
+    done = run(tmp_path, tiny_folder, [one_step, steps_as_outcome(one_step)], max_steps=1)
+    numbers = [done.trainer.train_dataset["number"][i] for i in range(len(done.trainer.train_dataset))]
+    assert any(n % 2 for n in numbers)
+    assert 0 < done.history[0]["rewards/nan_share"] <= 0.5  # the other reward answers None
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "reward 'one_step' returned NaN for " in said
+    assert "2 rewards are called 'one_step'" in said
+
+
 def test_equation_steps_get_the_runs_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
     reward = EquationSteps()
     done = run(tmp_path, tiny_folder, [reward], max_steps=1)

@@ -52,6 +52,14 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
         [run(*[{"learning_rate": 0.0}] * 2)],
         [run({"learning_rate": 0.0}), run(*[{"learning_rate": 0.0}] * 2, every=200)],  # once; at step 1000, the last
     ),
+    "nothing scored": (
+        [run(*[{**DEAD, "reward": math.nan, "rewards/a/mean": math.nan}] * 3)],
+        [
+            run(*[{**DEAD, "rewards/a/mean": math.nan}] * 2),
+            run(*[{**DEAD, "rewards/a/mean": math.nan, "rewards/b/mean": 0.0}] * 3),  # another reward scored
+            run(*[{"rewards/a/mean": math.nan}] * 3),  # groups are alive
+        ],
+    ),
     "all groups dead": (
         [run(*[DEAD] * 3), run(DEAD, windows=0), run(*[{"frac_reward_zero_std": 1.0, **DEAD}] * 3)],
         [run(*[DEAD] * 2), run(*[{"groups/dead_share": 0.99}] * 3)],  # the third last is alive
@@ -125,6 +133,11 @@ def test_a_history_that_does_not(name: str) -> None:
 def test_a_healthy_run_trips_nothing_and_a_metric_that_is_missing_trips_nothing() -> None:
     assert tripped(run(windows=9)) == set()
     assert tripped([{"step": 1, "loss": 0.5}] * 30) == set()
+
+
+def test_nothing_scored_is_neither_dead_groups_nor_lost_weights() -> None:
+    unscored = {**DEAD, "reward": math.nan, "rewards/a/mean": math.nan}
+    assert tripped(run(*[unscored] * 3)) == {"nothing scored"}
 
 
 def test_loss_zero_is_healthy_only_at_one_update_a_batch() -> None:

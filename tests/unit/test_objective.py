@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
+from grpo_lab.trainer.proof.loss_proof import prove_loss
 from reference.cases import DENOMINATORS, random_batch
 
 
@@ -118,3 +120,43 @@ def test_reward_table_total() -> None:
         RewardTable(values, ("a", "b"), torch.tensor([1.0, 0.5]), group_size=3)
     with pytest.raises(ValueError, match="`reward_funcs` and `reward_weights` must have the same length"):
         RewardTable(values, ("a",), torch.tensor([1.0, 0.5]), group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "seen"),
+    [
+        (lambda b: b.logps.sum(1), r"a tensor \[1\]"),
+        (lambda b: b.logps.sum(), r"a tensor \[\]"),
+        (lambda b: b.logps[:, :1].expand(1, 3), r"a tensor \[1, 3\]"),
+        (lambda b: None, "a NoneType"),
+    ],
+)
+def test_a_surrogate_of_another_shape_is_named(returned: Any, seen: str) -> None:
+    """Some of them broadcast to a wrong loss, others ended in torch's own words."""
+
+    class Team:
+        def __call__(self, batch: TokenBatch) -> Any:
+            return returned(batch)
+
+    said = rf"surrogate .*test_objective\..*Team returned {seen} for 1 rows of 2 tokens; it must return a tensor \[1, 2\].* or \[1, 1\]"
+    with pytest.raises(ValueError, match=said):
+        Objective("x", Team(), token_mean).token_loss(two_tokens())
+    a_row = Objective("x", lambda b: b.logps.sum(1, keepdim=True), token_mean).token_loss(two_tokens())
+    assert a_row.tolist() == [[-4.0, -4.0]]  # log π −1 and −3, spread over the row
+
+
+def test_a_hook_or_an_average_of_another_shape_is_named_before_training() -> None:
+    def per_row(loss: Tensor, mask: Tensor, denominators: Any) -> Tensor:
+        return loss.sum(1)
+
+    objective = Objective("x", Reinforce(), per_row)
+    with pytest.raises(
+        ValueError, match=r"aggregation .*per_row returned a tensor \[4\]; it must return a tensor without dimensions"
+    ):
+        prove_loss(objective.token_loss, objective)
+
+    def token_loss(batch: TokenBatch) -> Tensor:
+        return batch.logps.sum(1)
+
+    with pytest.raises(ValueError, match=r"token_loss` returned a tensor \[4\] for 4 rows of 4 tokens"):
+        prove_loss(token_loss, replace(objective, aggregate=token_mean), own_hook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.parts import build_reward, load_rows
+from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.run_folder import read_marker
 from grpo_lab.pipelines.sampler import SamplingSettings
@@ -190,3 +192,22 @@ def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_pat
     written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
     with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
         Curation(curation_recipe_from(written), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: build_reward(RewardSection("accuracy", arguments={"mod": "strict"})), "has no setting 'mod'; did you mean 'mode'?"),
+        (lambda: build_reward(RewardSection("soft_overlong", arguments={"max_completion": 8})), "did you mean 'max_completion_len'?"),
+        (lambda: build_reward(RewardSection("json:dumps", arguments={"x": 1})), None),  # any keyword
+        (lambda: build_reward(RewardSection("shutil:move", arguments={"scr": 1})), "has no setting 'scr'; did you mean 'src'?"),
+        (lambda: load_rows(DataSection("gsm8k", arguments={"splitt": "test"})), "has no setting 'splitt'; did you mean 'split'?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_argument_of_a_reward_or_a_loader(build: Any, words: str | None) -> None:
+    """A function's was not looked at before its first call; a class's and a loader's said what Python says."""
+    if words is None:
+        build()
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build()

@@ -219,7 +219,7 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
             {"resume": True},
             "unknown split",
         ),
-        ({"data": {"loader": "word_problems", "nn": 8}}, {"overwrite": True}, "does not fit the loader"),
+        ({"data": {"loader": "word_problems", "nn": 8}}, {"overwrite": True}, "has no setting 'nn'; did you mean 'n'"),
     ],
 )
 def test_a_mistake_leaves_the_run_in_the_folder_as_it_was(

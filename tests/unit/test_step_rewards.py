@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pickle
@@ -43,6 +44,33 @@ def test_decorated() -> None:
     for other in (len, EquationSteps):
         with pytest.raises(ValueError, match=r"`steps_as_outcome` was given .*; it takes a step reward"):
             steps_as_outcome(other)  # type: ignore[arg-type]
+
+
+def ends_of(prompts: Any, completions: Any, completion_ids: Any, *, worth: float, **_: Any) -> Any:
+    return [[(len(ids) - 1, worth)] for ids in completion_ids]
+
+
+class Ends:
+    def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> Any:
+        return ends_of(prompts, completions, completion_ids, worth=1.0)
+
+
+def test_what_has_no_name_of_its_own() -> None:
+    """A partial has that of its function (and is pickled whole), an object that of its class."""
+    reward = step_reward(functools.partial(ends_of, worth=0.5))
+    assert (reward.name, step_reward(Ends()).name) == ("ends_of", "Ends")
+    assert call(pickle.loads(pickle.dumps(reward)), [[1] * 3]) == call(reward, [[1] * 3]) == [[(2, 0.5)]]
+    assert call(step_reward(Ends()), [[1] * 3]) == [[(2, 1.0)]]
+
+
+def test_nan_is_not_scored_and_counted_once_a_completion() -> None:
+    @step_reward
+    def odd(completion_ids: Any, **_: Any) -> Any:
+        return [[(0, math.nan), (1, math.nan)], [(0, 1.0)], [(0, None), (1, math.nan)]]
+
+    for times in (1, 2):
+        assert call(odd, [[1] * 2] * 3) == [[(0, None), (1, None)], [(0, 1.0)], [(0, None), (1, None)]]
+        assert odd.not_numbers == 2 * times
 
 
 @pytest.mark.parametrize(

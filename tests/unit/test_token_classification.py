@@ -188,6 +188,6 @@ def test_by_name_from_a_recipe(folder: Path) -> None:
     assert (reward.scope, reward.batch_size, reward.good) == ("step", 4, 1)
     reward.tokenizer = tiny_tokenizer()
     assert [len(row) for row in call(reward)] == [2, 1, 1]
-    with pytest.raises(ValueError, match="does not take these arguments"):
+    with pytest.raises(ValueError, match=r"has no setting .batch.; did you mean .batch_size."):
         build_reward(RewardSection("token_classification_steps", 1.0, {"model": str(folder), "batch": 4}))
     assert build_reward(RewardSection("equation_steps", 1.0, {"split": "paragraph"})).name == "equation_steps"

@@ -23,6 +23,8 @@ from torch.nn.functional import pad
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import LiteralRow, Objective, literal_log_ratios, log_ratio
 from grpo_lab.objectives.aggregation import LITERALS
+from grpo_lab.objectives.objective import checked_scalar, checked_token_loss
+from grpo_lab.registry import address
 
 TokenLoss = Callable[[TokenBatch], Tensor]
 _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0)
@@ -85,9 +87,12 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
     Raises:
         RuntimeError: the values differ, or the loss is not finite. Parts that a team brought have no formula here; then
             only finiteness and a gradient are checked, and the sentence says so.
+        ValueError: the loss per token or the aggregation has another shape than it may have.
     """
     batch = toy_batch(objective)
-    found = objective.aggregate(token_loss(batch), batch.mask, _DENOMINATORS)
+    loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
+    average = objective.aggregate
+    found = checked_scalar(average(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(average)}")
     if not found.requires_grad:
         raise RuntimeError(
             f"the loss of objective {objective.name!r} does not depend on the policy's log-probs: nothing trains"

@@ -22,9 +22,12 @@ class StepCalled:
     def __init__(self, reward: StepReward, name: str) -> None:
         self.reward, self.__name__ = reward, name
         self.steps: list[StepScores] = []
+        self.not_numbers = 0
 
     def __call__(self, **inputs: Any) -> list[float | None]:
+        before = getattr(self.reward, "not_numbers", 0)
         self.steps = self.reward(**inputs)
+        self.not_numbers += getattr(self.reward, "not_numbers", 0) - before
         return [mean_score(steps) for steps in self.steps]
 
 

@@ -104,6 +104,17 @@ def check_requires(trainer: Any) -> None:
                 )
 
 
+def shared_names(names: list[str]) -> str | None:
+    """A sentence to warn with where several rewards have one name: TRL keeps one entry a name in the log."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if not twice:
+        return None
+    return (
+        f"{names.count(twice[0])} rewards are called {twice[0]!r}: `rewards/{twice[0]}/mean` is the mean of all of them, as in TRL, and a "
+        "group reward that requires this name sees the last; give them `__name__`s of their own (`reward_funcs`)"
+    )
+
+
 def completion_limit(args: Any) -> int | None:
     """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else unknown."""
     written = args.generation_kwargs or {}

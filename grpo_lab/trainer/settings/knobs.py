@@ -82,12 +82,29 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
         raise ValueError(
             f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
         )
-    if isinstance(part, type) and args.delta is not None and "delta" not in known:
-        raise ValueError(
-            f"`delta`={args.delta} bounds the clipped surrogate and has no effect on {name_of(part)!r}; leave it out"
-        )
+    _refuse_clip(args, part)
     flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
     return _built(part, {**flat, **_typed(chosen.knobs, part, "objective")}, "surrogate")  # type: ignore[no-any-return]
+
+
+def _refuse_clip(args: Any, part: Any) -> None:
+    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error, as beside ``objective``.
+
+    An object is set already: it may have the same value there (``clip_in_force`` wrote it).
+    """
+    known = registry.knobs_of(part)
+    for name in CLIP:
+        value = getattr(args, name)
+        if value == next(f.default for f in dataclasses.fields(args) if f.name == name):
+            continue
+        if name not in known:
+            reads = f"which reads {list(known) or 'no settings'}; leave it out"
+            raise ValueError(f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}, {reads}")
+        if not isinstance(part, type) and value != getattr(part, name):
+            raise ValueError(
+                f"`{name}`={value} has no effect on the surrogate {name_of(part)!r} given as an object with {name}="
+                f"{getattr(part, name)}; set it there, or leave it out"
+            )
 
 
 def surrogate_part(chosen: ObjectiveSettings) -> Any:

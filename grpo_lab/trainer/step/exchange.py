@@ -110,16 +110,19 @@ class Exchange:
 
     # -- and back ----------------------------------------------------------------------------------------------------
 
-    def home(self, made: list[tuple[list[int], Tensor]]) -> tuple[Tensor, Tensor]:
+    def home(
+        self, made: list[tuple[list[int], Tensor]], on_the_way: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """Numbers per token of the rows that were computed, to the ranks that generated the rows. A collective if any moved.
 
         Args:
             made: for each of this rank's bins its rows and ``[rows, t]``, 0 beyond a completion.
+            on_the_way: their type between several ranks, the same on all (a rank may have made none). One rank keeps theirs.
 
         Returns:
             For the rows that were generated here ``[n, T]``, 0 where no bin held one, and bool ``[n, 1]``, where one did.
         """
-        dtype = made[0][1].dtype if made and self._ranks == 1 else torch.float32
+        dtype = made[0][1].dtype if made and self._ranks == 1 else on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)
         away: dict[int, Tensor] = {}

@@ -155,7 +155,8 @@ class OldPolicy:
         buffer = self._buffer
         batches = batches or [buffer[p] for p in places]
         sizes = [batch["completion_ids"].size(0) for batch in batches]
-        local, made = rows.home(found.parts)
+        double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
+        local, made = rows.home(found.parts, torch.float64 if double else torch.float32)
         for place, logps, done, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
             if place is not None:
                 _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], done)

@@ -18,7 +18,13 @@ from grpo_lab.trainer.trl_bridge.forwards import (
     without_autocast,
     without_checkpointing,
 )
-from grpo_lab.trainer.trl_bridge.gradients import backward, plain_cpu, reference_model_in_full, without_gradient_sync
+from grpo_lab.trainer.trl_bridge.gradients import (
+    backward,
+    plain_cpu,
+    put_aside,
+    reference_model_in_full,
+    without_gradient_sync,
+)
 from grpo_lab.trainer.trl_bridge.logs import (
     SAMPLING_METRICS,
     forget_sampling_metrics,
@@ -55,6 +61,7 @@ __all__ = [
     "may_bring_images",
     "plain_cpu",
     "positions_given",
+    "put_aside",
     "reference_model_in_full",
     "replace_logged_advantages",
     "replace_logged_rows",

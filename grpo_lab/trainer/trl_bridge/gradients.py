@@ -35,6 +35,27 @@ def backward(trainer: Any, loss: Tensor) -> None:
     trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
+def put_aside(trainer: Any) -> Tensor:
+    """The loss of a micro-batch that is only put aside: a constant 0.
+
+    Under DeepSpeed HF's backward of it is left out: ZeRO-1 and 2 make their gradient buckets when a gradient arrives and read them at
+    the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``), and offloaded gradients of the step before would be
+    taken for this step's.
+    """
+    accelerator = trainer.accelerator
+    nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
+    if accelerator.distributed_type == "DEEPSPEED":
+        before = vars(accelerator).get("backward")  # usually none: it is a method
+
+        def once(loss: Tensor, **_: Any) -> None:
+            del accelerator.backward
+            if before is not None:
+                accelerator.backward = before
+
+        accelerator.backward = once
+    return nothing.clone()  # a loss has a grad_fn
+
+
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
