@@ -21,9 +21,9 @@ from grpo_lab.pipelines import curate, long2short, parts
 from grpo_lab.pipelines.curation_filters import check_balance_column
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.kept import problems_in
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.recipe import DataSection, RewardSection
+from grpo_lab.pipelines.sample_counts import problems_in
 from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.trainer.supervised.preference import check_training
 
