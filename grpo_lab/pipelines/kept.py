@@ -61,6 +61,18 @@ def _of_long2short(known: argparse.Namespace, words: list[str]) -> str:
     return _samples({"samples": samples_file(recipe)})
 
 
+def _of_rounds(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
+
+    folder = read_rounds_recipe(known.config, parse_overrides(words)).output_dir
+    parts = ("sample", "select", "train", "evaluate")
+    places = [folder / "start", *sorted(folder.glob("round-*"), key=lambda place: int(place.name[6:]))]
+    done = {place.name: [part for part in parts if (place / f"{part}.json").is_file()] for place in places}
+    found = [f"{name} ({', '.join(some)})" for name, some in done.items() if some]
+    return f"{', '.join(found)} in {folder} (the same command goes on)" if found else "no part of a round yet"
+
+
 def _samples(files: dict[str, Path]) -> str:
     counts = {name: (problems_in(file), file) for name, file in files.items()}
     found = [f"{name} of {count:,} problems in {file}" for name, (count, file) in counts.items() if count]
@@ -72,4 +84,5 @@ _OF: dict[str, Any] = {
     "train": _of_training,
     "curate": _of_curation,
     "long2short": _of_long2short,
+    "rounds": _of_rounds,
 }

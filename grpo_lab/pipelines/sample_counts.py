@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 
@@ -23,3 +24,17 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
         return  # torn or of somebody else: said where the samples are read
     if there != n:
         raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
+
+
+def trim_to_whole_batches(file: Path, size: int) -> None:
+    """Keep the header and the first whole batches of ``size`` problems. The problems of a batch share one stream of random numbers:
+    a batch of which a kill left a part is drawn again as a whole, or its rest would be drawn from another stream.
+    """
+    if not file.is_file():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    kept = whole[: 1 + (len(whole) - 1) // size * size] if whole else []
+    with file.open("r+b") as opened:
+        opened.truncate(sum(len(line) for line in kept))
+        os.fsync(opened.fileno())
