@@ -34,8 +34,8 @@ def write_rounds_page(path: str | Path, lines: Lines, run: Mapping[str, Any]) ->
 
 def rounds_page(lines: Lines, run: Mapping[str, Any]) -> str:
     """The page as text; see `write_rounds_page`."""
-    recipe = dict(run.get("recipe") or {})
-    about = {"method": run.get("method"), "rounds": run.get("count"), "seconds": run.get("seconds") or {}, **recipe}
+    about = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **dict(run.get("recipe") or {})}
+    about["rounds"] = {"count": run.get("count"), **(about.get("rounds") or {})}
     measured = [line for line in lines if line.get("accuracy") is not None]
     return page(
         "rounds.html.j2",
@@ -47,8 +47,13 @@ def rounds_page(lines: Lines, run: Mapping[str, Any]) -> str:
         figures=figures(lines),
         lines=lines,
         weighted=any("weight_first" in line for line in lines),
-        summary=summary_groups({key: value for key, value in about.items() if value is not None}),
+        summary=summary_groups({key: _said(value) for key, value in about.items() if value and key != "model_files"}),
     )
+
+
+def _said(value: Any) -> Any:
+    """A section of the recipe without what it leaves open."""
+    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, Mapping) else value
 
 
 def figures(lines: Lines) -> list[Figure]:

@@ -26,6 +26,7 @@ from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.rewards.equation_list import calculates_right, equation_list
+from grpo_lab.verifiers.correct import CORRECT_FROM
 
 SAMPLES, SAMPLING, ROWS = "samples.jsonl", "sampling.jsonl", "rows.jsonl"
 """All samples of a round; those made so far (gone when the former is there); what is trained on."""
@@ -92,7 +93,8 @@ class RoundParts:
     def _sampled(self, at: Round, asked: list[int], progress: Path) -> list[dict[str, Any]]:
         settings = replace(self.recipe.sampling, seed=seed_of(self.recipe.sampling.seed, at.number, "sample"))
         sampler = ModelSampler(at.current, settings)
-        problems = with_room([{**self.rows[row], "row": row} for row in asked], sampler)
+        numbers = {id(self.rows[row]): row for row in asked}
+        problems = with_room([self.rows[row] for row in asked], sampler)
         trim_to_whole_batches(progress, settings.problems_per_save)
         rates = pass_rates(
             problems,
@@ -100,14 +102,14 @@ class RoundParts:
             self.reward,
             settings.n_samples,
             path=progress,
-            settings={**sampler.identity(), "reward": told(self.recipe.reward)},
+            settings={**sampler.identity(), "model": None, "reward": told(self.recipe.reward)},  # its files say which
             batch_size=settings.problems_per_save,
             label=f"round {at.number}: samples",
             rendered=sampler.rendered,
         )
         found = [
             {
-                "row": problem["row"],
+                "row": numbers[id(problem)],
                 "scores": list(rate.scores),
                 "lengths": [sampler.tokens(one) for one in rate.completions or ()],
                 "cut": rate.cut,
@@ -269,7 +271,7 @@ def _sample_facts(lines: list[dict[str, Any]], asked: int) -> dict[str, Any]:
     each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
     cut = sum(line["cut"] or 0 for line in lines)
     scored = [score for _, score in each if score is not None]
-    right = [length for length, score in each if score is not None and score >= 1.0]
+    right = [length for length, score in each if score is not None and score >= CORRECT_FROM]
     return {
         "questions": asked,
         "left_out": asked - len(lines),

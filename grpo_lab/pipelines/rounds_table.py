@@ -70,14 +70,12 @@ def _accuracy(line: Line) -> str:
 
 COLUMNS = (
     Column("round", "round", "{}"),
-    Column("samples", "samples", "{:,}"),
     Column("right", "right_share", "{:.1%}"),
     Column("kept", "kept_share", "{:.1%}"),
-    Column("ways a problem", "ways", "{:.2f}"),
+    Column("ways", "ways", "{:.2f}"),
     Column("rows", "rows", "{:,}"),
-    Column("steps so far", "steps_total", "{:,}"),
-    Column("tokens so far", "tokens_total", "{:,}"),
-    Column("sample length", "sample_length", "{:.1f}"),
+    Column("tokens", "tokens_total", "{:,}"),
     Column("held-out accuracy", "accuracy", _accuracy),
-    Column("answer length", "length", "{:.1f}"),
+    Column("length", "length", "{:.1f}"),
 )
+"""What fits on a terminal; the page and `rounds.jsonl` have the rest. ``tokens``: generated so far."""

@@ -52,7 +52,8 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
     check_settings(recipe)
     work = RoundParts(recipe)
     parts.check_evaluation(recipe.evaluation)
-    assert work.rows  # what is wrong with them is said before anything is written
+    if not work.rows:  # what is wrong with them is said before anything is written
+        raise ValueError("`data` has no rows; at least one question is needed")
     folder = _claim(recipe, overwrite)
     if read_marker(folder / "run.json").get("finished"):
         console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
