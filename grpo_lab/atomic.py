@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,26 @@ def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
+@contextmanager
+def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """``with whole_folder(place) as partial``: what the block writes into ``partial`` becomes ``place`` when it ends.
+
+    ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier ``place``, go.
+    Between these two moves there may be no ``place`` at all, never half of one. Where the block raises, ``place`` stays as it was.
+    """
+    place = Path(path)
+    partial = place.with_name(f"{place.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for inside in (*partial.rglob("*"), partial):
+        _to_disk(inside)
+    if place.exists():
+        shutil.rmtree(place)
+    os.replace(partial, place)
+    _to_disk(place.parent)
+
+
 def _to_disk(path: Path) -> None:
     opened = os.open(path, os.O_RDONLY)
     try:
@@ -46,4 +68,4 @@ def _to_disk(path: Path) -> None:
         os.close(opened)
 
 
-__all__ = ["write_whole", "write_whole_text"]
+__all__ = ["whole_folder", "write_whole", "write_whole_text"]

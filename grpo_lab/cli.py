@@ -1,4 +1,4 @@
-"""``grpo-lab quickstart | train | curate | long2short | evaluate | serve | report | compare``: the command line."""
+"""``grpo-lab quickstart | train | curate | long2short | rounds | evaluate | serve | report | compare``: the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_lab.pipelines.named_objects import working_folder_on_path
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short")
+WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short", "rounds")
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
     "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
@@ -83,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     server.set_defaults(run=_serve)
     for command in commands.choices.values():  # after the command, too; SUPPRESS: its default is the one above
         command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
-    for name in ("quickstart", "train", "curate", "long2short", "evaluate"):
+    for name in (*WITH_OVERRIDES, "evaluate"):
         command = commands.choices[name]
         command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
 
 
 def _add_pipelines(commands: Commands) -> None:
-    """What a recipe describes: quickstart, train, curate, long2short."""
+    """What a recipe describes: quickstart, train, curate, long2short, rounds."""
     quick = commands.add_parser(
         "quickstart",
         help="learn to work answers out, on two CPU cores without network",
@@ -120,6 +120,15 @@ def _add_pipelines(commands: Commands) -> None:
     short.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
     short.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
     short.set_defaults(run=_long2short)
+
+    again = commands.add_parser(
+        "rounds",
+        help="sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
+    )
+    again.add_argument("--config", required=True, help="a recipe, see recipes/quickstart/expert_iteration.yaml")
+    again.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+    again.add_argument("--overwrite", action="store_true", help="begin anew in a folder that holds such a run")
+    again.set_defaults(run=_rounds)
 
 
 def _add_measuring(commands: Commands) -> None:
@@ -208,6 +217,25 @@ def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
 
     with quiet(known.verbose):
         long2short(recipe, overwrite=known.overwrite)
+    return 0
+
+
+def _rounds(known: argparse.Namespace, rest: list[str]) -> int:
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
+
+    recipe = read_rounds_recipe(known.config, parse_overrides(rest))
+    if known.dry_run:
+        from grpo_lab.pipelines.plan import show
+        from grpo_lab.pipelines.rounds_plan import plan_of_rounds
+
+        show(recipe.name, plan_of_rounds(recipe, known.overwrite))
+        return 0
+    from grpo_lab.pipelines.console_noise import quiet
+    from grpo_lab.pipelines.run_rounds import run_rounds
+
+    with quiet(known.verbose):
+        run_rounds(recipe, overwrite=known.overwrite)
     return 0
 
 

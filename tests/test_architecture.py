@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab import _HOMES
+from import_graph import circles, graph_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
@@ -285,3 +286,8 @@ assert issubclass(DrGRPOTrainer, LabTrainer)
 def test_lazy_names_resolve() -> None:
     done = subprocess.run([sys.executable, "-c", LAZY_SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_pipelines_have_no_circle() -> None:
+    """Imports inside functions count: two pipelines that need one thing share a file below both."""
+    assert circles(graph_of(PACKAGE / "pipelines", ROOT)) == []

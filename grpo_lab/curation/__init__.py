@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from grpo_lab.curation.pass_rate import keep_band as keep_band
     from grpo_lab.curation.pass_rate import pass_rates as pass_rates
     from grpo_lab.curation.prioritized import PrioritizedSampler as PrioritizedSampler
+    from grpo_lab.curation.rejection import contrast_pairs as contrast_pairs
+    from grpo_lab.curation.rejection import right_answers as right_answers
     from grpo_lab.curation.report import CurationReport as CurationReport
     from grpo_lab.curation.report import FilterOutcome as FilterOutcome
     from grpo_lab.curation.rounds import RoundSampler as RoundSampler
@@ -58,6 +60,8 @@ _HOME = {
     "keep_band": "pass_rate",
     "pass_rates": "pass_rate",
     "PrioritizedSampler": "prioritized",
+    "contrast_pairs": "rejection",
+    "right_answers": "rejection",
     "CurationReport": "report",
     "FilterOutcome": "report",
     "RoundSampler": "rounds",

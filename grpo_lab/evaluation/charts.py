@@ -71,6 +71,7 @@ class Chart:
     right_ticks: list[Tick] = field(default_factory=list)
     right_unit: str = ""
     box: dict[str, float] = field(default_factory=lambda: _box(RIGHT))
+    x_unit: str = "optimizer step"
 
 
 def draw(
@@ -82,8 +83,9 @@ def draw(
     rule: tuple[float, str] | None = None,
     right: Sequence[Line] = (),
     right_unit: str = "",
+    x_unit: str = "optimizer step",
 ) -> Chart:
-    """Lay ``lines`` out over a common step axis. share: values in [0, 1] shown as per cent. rule: a level to compare with.
+    """Lay ``lines`` out over a common axis, named ``x_unit``. share: values in [0, 1] shown as per cent. rule: a level to compare with.
 
     right: lines with an axis of their own (from 0, in ``right_unit``) at the right. At least one of ``lines`` must have a point.
     """
@@ -98,7 +100,7 @@ def draw(
     y_at, y = _axis(lines, from_zero or share, share)
     right_at, right_y = _axis(right, True, False) if right else ([], y)
     drawn = [
-        _draw_line(line, smooth(line.points), STYLES[place % len(STYLES)], x, height, said)
+        _draw_line(line, smooth(line.points), STYLES[place % len(STYLES)], x, height, said, x_unit)
         for place, (line, height, said) in enumerate(
             [*((line, y, show) for line in lines), *((line, right_y, _plain) for line in right)]
         )
@@ -114,6 +116,7 @@ def draw(
         right_ticks=[Tick(right_y(t), _plain(t)) for t in right_at],
         right_unit=right_unit if right else "",
         box=_box(margin),
+        x_unit=x_unit,
     )
 
 
@@ -138,7 +141,9 @@ def _draw_line(
     x: Callable[[float], float],
     y: Callable[[float], float],
     show: Callable[[float], str],
+    x_unit: str,
 ) -> DrawnLine:
+    at = x_unit.removeprefix("optimizer ")
     colour, dash = style
     is_smoothed = smoothing_window(len(line.points)) > 1
     lone = len(line.points) < SMOOTH_FROM or line.markers
@@ -148,7 +153,7 @@ def _draw_line(
         dash=dash,
         raw=_path(envelope(line.points), x, y) if is_smoothed else "",
         smooth=_path(thinned(smoothed), x, y),
-        dots=[(x(a), y(b), f"step {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
+        dots=[(x(a), y(b), f"{at} {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
         bars=[(x(a), y(lo), y(hi)) for (a, _), (lo, hi) in zip(line.points, line.errors, strict=bool(line.errors))],
         first=show(smoothed[0][1]),
         last=show(smoothed[-1][1]),

@@ -23,8 +23,8 @@ from grpo_lab.evaluation.terminal import duration
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.kept import refuse_other_count
 from grpo_lab.pipelines.run_folder import versions
+from grpo_lab.pipelines.sample_counts import refuse_other_count
 
 MARKER = "curation.json"
 

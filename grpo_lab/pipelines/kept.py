@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from grpo_lab.pipelines.sample_counts import problems_in
 
 NOTHING = "nothing"
 
@@ -60,29 +61,22 @@ def _of_long2short(known: argparse.Namespace, words: list[str]) -> str:
     return _samples({"samples": samples_file(recipe)})
 
 
+def _of_rounds(known: argparse.Namespace, words: list[str]) -> str:
+    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
+
+    folder = read_rounds_recipe(known.config, parse_overrides(words)).output_dir
+    parts = ("sample", "select", "train", "evaluate")
+    places = [folder / "start", *sorted(folder.glob("round-*"), key=lambda place: int(place.name[6:]))]
+    done = {place.name: [part for part in parts if (place / f"{part}.json").is_file()] for place in places}
+    found = [f"{name} ({', '.join(some)})" for name, some in done.items() if some]
+    return f"{', '.join(found)} in {folder} (the same command goes on)" if found else "no part of a round yet"
+
+
 def _samples(files: dict[str, Path]) -> str:
     counts = {name: (problems_in(file), file) for name, file in files.items()}
     found = [f"{name} of {count:,} problems in {file}" for name, (count, file) in counts.items() if count]
     return f"{', '.join(found)} (the same command goes on)" if found else "no samples yet"
-
-
-def problems_in(file: Path) -> int:
-    """How many problems a file of samples holds: its whole lines after the header."""
-    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
-
-
-def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is loaded."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        first = lines.readline()
-    try:
-        there = json.loads(first)["n"]
-    except (ValueError, KeyError, TypeError):
-        return  # torn or of somebody else: said where the samples are read
-    if there != n:
-        raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
 
 
 _OF: dict[str, Any] = {
@@ -90,4 +84,5 @@ _OF: dict[str, Any] = {
     "train": _of_training,
     "curate": _of_curation,
     "long2short": _of_long2short,
+    "rounds": _of_rounds,
 }

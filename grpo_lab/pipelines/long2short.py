@@ -27,10 +27,10 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.kept import refuse_other_count
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
-from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.pipelines.sample_counts import refuse_other_count
+from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.trainer.supervised.preference import check_training
 
@@ -149,7 +149,7 @@ def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
     file = samples_file(recipe)
     refuse_other_count(file, recipe.sampling.n_samples, "n_samples", "remove it, or name another with `--samples`")
     sampler = ModelSampler(path, recipe.sampling)
-    problems = _with_room([dict(row) for row in loaded], sampler)
+    problems = with_room([dict(row) for row in loaded], sampler)
     rates = pass_rates(
         problems,
         sampler.written,
@@ -162,26 +162,6 @@ def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
         rendered=sampler.rendered,
     )
     return sampled(problems, rates, sampler.tokens)
-
-
-def _with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dict[str, Any]]:
-    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
-    context, completion = sampler.context, sampler.settings.max_completion_length
-    if context is None:
-        return problems
-    fitting = [problem for problem in problems if sampler.prompt_tokens(problem["prompt"]) + completion <= context]
-    if not fitting:
-        raise ValueError(
-            f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
-            f"{context}; lower `--max_completion_length`"
-        )
-    if len(fitting) < len(problems):
-        console.print(
-            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
-            f"max_completion_length={completion} tokens in the model's context of {context}",
-            highlight=False,
-        )
-    return fitting
 
 
 def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -> None:

@@ -21,9 +21,9 @@ from grpo_lab.pipelines import curate, long2short, parts
 from grpo_lab.pipelines.curation_filters import check_balance_column
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.kept import problems_in
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.recipe import DataSection, RewardSection
+from grpo_lab.pipelines.sample_counts import problems_in
 from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.trainer.supervised.preference import check_training
 
@@ -43,22 +43,22 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[st
     folder = curate.check_folder(recipe)
     if not overwrite:
         curate.check_counts(recipe)
-    rows = _rows(recipe.data, "data", recipe.reward)
+    rows = rows_of(recipe.data, "data", recipe.reward)
     if rows is not None:
         check_balance_column(recipe, rows.column_names)
     filters = {f.name: getattr(recipe.filters, f.name) for f in fields(recipe.filters)}
     against = recipe.filters.contamination.against if recipe.filters.contamination else ()
     for place, section in enumerate(against):
-        _rows(section, f"filters.contamination.against.{place}")
+        rows_of(section, f"filters.contamination.against.{place}")
     facts = {
-        "rows": _count(rows, recipe.data),
+        "rows": count_of(rows, recipe.data),
         **{f"filter: {k}": told(v) for k, v in filters.items() if v is not None},
     }
     if recipe.model is not None:
         facts |= {
             "reward": told(recipe.reward),
-            "model": _model(str(recipe.model.path)),
-            **_sampling(recipe.sampling, rows, folder / "pass_rates.jsonl", overwrite),
+            "model": model_of(str(recipe.model.path)),
+            **sampling_of(recipe.sampling, rows, folder / "pass_rates.jsonl", overwrite),
         }
     return {**facts, "output folder": str(folder)}
 
@@ -66,30 +66,30 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[st
 def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> dict[str, str]:
     """What `grpo-lab long2short` will do, in words. ValueError for what would stop it."""
     folder = long2short.check_folder(recipe, overwrite)
-    facts = {"method": recipe.method, "model": _model(str(recipe.model.path))}
+    facts = {"method": recipe.method, "model": model_of(str(recipe.model.path))}
     if recipe.method == "merge":
         check_mergeable(str(recipe.model.path), str(recipe.short_model))
         facts |= {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
     else:
         assert recipe.data is not None
         check_training(recipe.method, dict(recipe.training))
-        rows = _rows(recipe.data, "data", recipe.reward)
+        rows = rows_of(recipe.data, "data", recipe.reward)
         file = long2short.samples_file(recipe)
-        facts |= {"rows": _count(rows, recipe.data), "reward": told(recipe.reward)}
-        facts |= _sampling(recipe.sampling, rows, file, overwrite=False)
+        facts |= {"rows": count_of(rows, recipe.data), "reward": told(recipe.reward)}
+        facts |= sampling_of(recipe.sampling, rows, file, overwrite=False)
         if recipe.method in ("dpo", "simpo"):
             facts["pairs"] = told(recipe.pairs or PairSettings())
         facts["training"] = ", ".join(f"{k} {v}" for k, v in recipe.training.items()) or "TRL's defaults"
     if recipe.evaluation is not None:
         when = "before and after" if recipe.evaluation.before else "after"
-        held_out = _rows(recipe.evaluation.data, "evaluation.data")
+        held_out = rows_of(recipe.evaluation.data, "evaluation.data")
         parts.build_reward(recipe.evaluation.reward, "evaluation.reward")
-        count = _count(held_out, recipe.evaluation.data)
+        count = count_of(held_out, recipe.evaluation.data)
         facts["evaluation"] = f"{when}: {count}, judged by {told(recipe.evaluation.reward)}"
     return {**facts, "output folder": str(folder)}
 
 
-def _rows(section: DataSection, where: str, reward: RewardSection | None = None) -> Any:
+def rows_of(section: DataSection, where: str, reward: RewardSection | None = None) -> Any:
     """The rows, their golds checked; None for a hub name that cannot be reached from here."""
     built = None if reward is None else parts.build_reward(reward, "reward")
     source = section.arguments.get("source")
@@ -106,11 +106,11 @@ def _rows(section: DataSection, where: str, reward: RewardSection | None = None)
     return rows
 
 
-def _count(rows: Any, section: DataSection) -> str:
+def count_of(rows: Any, section: DataSection) -> str:
     return f"{'not loaded here' if rows is None else f'{len(rows):,}'} from {told(section)}"
 
 
-def _model(path: str) -> str:
+def model_of(path: str) -> str:
     """``path``, looked at where it is local. ValueError for a folder without a model."""
     if not Path(path).is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
@@ -124,7 +124,7 @@ def _model(path: str) -> str:
     return path
 
 
-def _sampling(settings: SamplingSettings, rows: Any, file: Path, overwrite: bool) -> dict[str, str]:
+def sampling_of(settings: SamplingSettings, rows: Any, file: Path, overwrite: bool) -> dict[str, str]:
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
     total = "" if rows is None else f", at most {settings.n_samples * len(rows):,} in all"
     tokens = f"of at most {settings.max_completion_length} tokens each"

@@ -9,6 +9,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from grpo_lab.curation import Written
 from grpo_lab.evaluation.generation import (
     Completion,
@@ -20,6 +22,8 @@ from grpo_lab.evaluation.generation import (
 from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.reading import Positive, Switch, Temperature, Whole, settings
+
+console = Console()
 
 
 @settings()
@@ -169,6 +173,26 @@ class ModelSampler:
             "seed": settings.seed,
             "engine": {"vllm": dict(settings.engine)} if settings.use_vllm else "transformers",
         }
+
+
+def with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dict[str, Any]]:
+    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
+    context, completion = sampler.context, sampler.settings.max_completion_length
+    if context is None:
+        return problems
+    fitting = [problem for problem in problems if sampler.prompt_tokens(problem["prompt"]) + completion <= context]
+    if not fitting:
+        raise ValueError(
+            f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
+            f"{context}; lower `--max_completion_length`"
+        )
+    if len(fitting) < len(problems):
+        console.print(
+            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
+            f"max_completion_length={completion} tokens in the model's context of {context}",
+            highlight=False,
+        )
+    return fitting
 
 
 def _seed(seed: int, ids: list[list[int]]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 WHEEL = "tests/recipes/test_wheel.py::"
 EVALUATE = "tests/training/test_evaluate.py::"
+ROUNDS = "tests/training/test_rounds_run.py::"
 CLI = "tests/unit/test_cli.py::"
 
 HELD: dict[str, str | tuple[str, str]] = {
@@ -30,6 +31,9 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab train --config R --resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
+    "grpo-lab rounds * --dry-run": "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind",
+    "grpo-lab rounds *po_rounds.yaml*": f"{ROUNDS}test_pairs_by_rounds_and_more_rounds_than_were_asked_for",
+    "grpo-lab rounds *": f"{ROUNDS}test_accuracy_rises_in_each_round_and_a_kill_in_each_part_of_the_second_changes_no_byte",
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",

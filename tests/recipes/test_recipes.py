@@ -15,7 +15,9 @@ from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.recipe_file import parse_overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-OTHER_COMMANDS = ("curate", "long2short")  # recipes of other commands have tests of their own
+OTHER_COMMANDS = (
+    *("curate", "long2short", "expert_iteration", "rft", "online_rft", "dpo_rounds", "simpo_rounds"),
+)  # recipes of other commands have tests of their own
 RUNS = sorted(
     path
     for path in RECIPES.rglob("*.yaml")

@@ -12,3 +12,8 @@ def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[flo
         float(zlib.crc32(repr(completion).encode()) % 10 < int(gold) % 11)
         for completion, gold in zip(completions, solution, strict=True)
     ]
+
+
+def with_an_e(completions: list[Any], **_: Any) -> list[float]:
+    """1 where the completion has an "e" in it: something that a random model does at times, and can be taught in seconds."""
+    return [float("e" in repr(completion).partition("content")[2]) for completion in completions]

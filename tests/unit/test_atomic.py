@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import atomic
-from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.atomic import whole_folder, write_whole, write_whole_text
 
 
 def test_content_reaches_the_disk_before_the_move_and_the_move_after_it(
@@ -67,3 +67,27 @@ def test_only_a_folder_may_know_no_fsync(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="Invalid argument"):
         write_whole_text(tmp_path / "b", "text")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    place, partial = tmp_path / "model", tmp_path / "model.part"
+    partial.mkdir()
+    (partial / "left").write_text("by a killed run")
+    with whole_folder(place) as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "a").write_text("1")
+        assert not place.exists()
+    assert sorted(path.name for path in place.rglob("*")) == ["a", "inner"]
+
+    def broken() -> None:
+        with whole_folder(place) as folder:
+            (folder / "b").write_text("2")
+            raise RuntimeError("full disk")
+
+    with pytest.raises(RuntimeError):
+        broken()
+    assert [path.name for path in place.rglob("*") if path.is_file()] == ["a"]
+    with whole_folder(place) as folder:
+        (folder / "b").write_text("2")
+    assert [path.name for path in place.rglob("*")] == ["b"]
+    assert not partial.exists()

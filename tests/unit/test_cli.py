@@ -180,6 +180,7 @@ def test_another_number_of_samples_names_overwrite(
         (["train"], "checkpoint-8 (the same command with --resume goes on), evaluation/before, metrics.jsonl in "),
         (["curate"], "pass rates of 3 problems in "),
         (["long2short"], "samples of 2 problems in "),
+        (["rounds"], "round-1 (sample, select), round-2 (sample) in "),
         (["report"], "nothing"),
     ],
 )
@@ -187,16 +188,19 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], kept: str
 ) -> None:
     out = tmp_path / "out"
-    for folder in ("checkpoint-4", "checkpoint-8", "evaluation/before"):
+    for folder in ("checkpoint-4", "checkpoint-8", "evaluation/before", "round-1", "round-2"):
         (out / folder).mkdir(parents=True)
     for file, lines in (
         ("evaluation/before/summary.json", 1),
         ("metrics.jsonl", 3),
         ("pass_rates.jsonl", 4),
         ("samples.jsonl", 3),
+        ("round-1/sample.json", 1),
+        ("round-1/select.json", 1),
+        ("round-2/sample.json", 1),
     ):
         (out / file).write_text("{}\n" * lines)
-    rest = {"method": "dpo"} if words == ["long2short"] else {}
+    rest = {"method": "dpo"} if words[0] in ("long2short", "rounds") else {}
     extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
 

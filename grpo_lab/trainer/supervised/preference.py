@@ -5,7 +5,10 @@
 
 SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
 being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
-paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β).
+paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the form in
+which lecture notes write it.
+
+Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see `weighted.implicit_weight`.
 """
 
 from __future__ import annotations
@@ -31,18 +34,22 @@ def prefer(
     output_dir: Path,
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
+    reference: Any = None,
 ) -> None:
     """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join in).
 
     Args:
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
         arguments: fields of ``trl.DPOConfig`` or of TRL's ``CPOConfig``.
+        reference: DPO's π₀, a model; None: the model that training begins with.
 
     Raises:
-        ValueError: no pairs, a missing column, or an unknown setting.
+        ValueError: a reference for SimPO, no pairs, a missing column, or an unknown setting.
     """
     if missing := [name for name in PAIR if name not in pairs.column_names]:
         raise ValueError(f"pairs have no column {missing[0]!r}; they have {pairs.column_names}")
+    if reference is not None and method != "dpo":
+        raise ValueError(f"`method: {method}` has no reference model; got one")
     config, trainer_class = _trl(method)
     refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
     check_choices(arguments, "training")
@@ -58,6 +65,7 @@ def prefer(
         train_dataset=pairs.select_columns(list(PAIR)),
         processing_class=tokenizer,
         callbacks=callbacks,
+        **({} if reference is None else {"ref_model": reference}),
     )
     trainer.train()
     trainer.save_model(str(output_dir))
@@ -77,10 +85,14 @@ def check_training(method: str, arguments: dict[str, Any]) -> None:
 
 def _trl(method: Method) -> tuple[Any, Any]:
     if method == "dpo":
-        from trl import DPOConfig, DPOTrainer
+        from trl import DPOConfig
 
-        return DPOConfig, DPOTrainer
+        from grpo_lab.trainer.supervised.weighted import weighted_dpo
+
+        return DPOConfig, weighted_dpo()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.cpo import CPOConfig
 
-    return CPOConfig, CPOTrainer
+    from grpo_lab.trainer.supervised.weighted import weighted_cpo
+
+    return CPOConfig, weighted_cpo()

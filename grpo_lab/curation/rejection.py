@@ -1,0 +1,181 @@
+"""Rejection sampling: of a model's own samples the right ones to imitate, or right against wrong ones to prefer.
+
+    right_answers    of n samples a problem: right → (calculations hold) → one for each way of solving → at most k → SFT rows
+    contrast_pairs   a right one against a wrong one of the same problem, at most k pairs → DPO rows
+
+Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations (RFT, arXiv
+2308.01825, section 3.3), or their normalised words. Everything here is a function of the samples: same samples, same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_lab.curation.long2short import Sampled
+from grpo_lab.curation.words import words_of
+
+Same = Callable[[str], Hashable]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a selection saw and left.
+
+    problems, solved   problems sampled, and those with a right sample (that passed ``sound``)
+    samples, scored, right, unsound   completions; unsound: right, but ``sound`` refused them
+    ways   ways of solving over all problems before the limit a problem, gold ones not counted
+    kept, gold   rows or pairs that are left, and how many of them are gold
+    """
+
+    problems: int
+    solved: int
+    samples: int
+    scored: int
+    right: int
+    unsound: int
+    ways: int
+    kept: int
+    gold: int = 0
+
+    def facts(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def normalised(text: str) -> Hashable:
+    """``same`` by words: case, layout and punctuation do not count. A text of symbols only is itself."""
+    return tuple(words_of(text)) or text.strip()
+
+
+def right_answers(
+    rows: Sequence[Sampled],
+    *,
+    per_problem: int | None = None,
+    same: Same = normalised,
+    sound: Callable[[str], bool] | None = None,
+    gold: str | None = None,
+    success_at: float = 1.0,
+) -> tuple[list[dict[str, Any]], Counts]:
+    """SFT rows `prompt, completion, source` (``own`` or ``gold``), problem by problem, and what was counted.
+
+    Args:
+        per_problem: most own answers of a problem, the ways found first; None keeps all.
+        same: text → what makes two answers one way. Of several the first stays, unless a later one is farther from the other
+            ways (sum of the edit distances), as in the paper's algorithm 1.
+        sound: a right answer that it refuses is left out.
+        gold: column with a reference solution that goes first and is never left out; own answers of its way are.
+    Raises: ValueError for a limit below 1, or a column that a problem does not have.
+    """
+    _check_limit(per_problem)
+    built: list[dict[str, Any]] = []
+    right = unsound = solved = ways = 0
+    for row in rows:
+        good = [text_of(row.completions[place]) for place in _right(row, success_at)]
+        passed = [text for text in good if sound is None or sound(text)]
+        reference = None if gold is None else _gold(row, gold)
+        own = _ways(passed, same, reference)
+        right, unsound, solved, ways = (
+            right + len(good), unsound + len(good) - len(passed), solved + bool(passed), ways + len(own)
+        )  # fmt: skip
+        if reference is not None:
+            built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
+        built += [
+            {"prompt": row.prompt, "completion": in_form_of(row.prompt, text), "source": "own"}
+            for text in own[:per_problem]
+        ]
+    golds = sum(one["source"] == "gold" for one in built)
+    return built, Counts(*_seen(rows, solved), right, unsound, ways, len(built), golds)
+
+
+def contrast_pairs(
+    rows: Sequence[Sampled], *, per_problem: int | None = None, same: Same = normalised, success_at: float = 1.0
+) -> tuple[list[dict[str, Any]], Counts]:
+    """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and what was counted.
+
+    With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod W]),
+    i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on neither side.
+    """
+    _check_limit(per_problem)
+    built: list[dict[str, Any]] = []
+    right = solved = ways = 0
+    for row in rows:
+        places = _right(row, success_at)
+        wrong = [place for place, score in enumerate(row.scores) if score is not None and score < success_at]
+        chosen, rejected = _firsts(row, places, same), _firsts(row, wrong, same)
+        right, solved, ways = right + len(places), solved + bool(places), ways + len(chosen)
+        if chosen and rejected:
+            count = max(len(chosen), len(rejected))
+            for number in range(count if per_problem is None else min(count, per_problem)):
+                built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
+    return built, Counts(*_seen(rows, solved), right, 0, ways, len(built))
+
+
+def text_of(completion: Any) -> str:
+    """A completion's text: itself, or its last message's."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def in_form_of(prompt: Any, text: str) -> Any:
+    """Text after a text prompt, one assistant message after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
+    """One text for each way, in the order in which the ways turned up; those of ``reference``'s way are left out."""
+    from rapidfuzz.distance import Levenshtein
+
+    taken = None if reference is None else same(reference)
+    kept: dict[Hashable, str] = {}
+    for text in texts:
+        way = same(text)
+        if reference is not None and way == taken:
+            continue
+        others = [other for key, other in kept.items() if key != way] + ([] if reference is None else [reference])
+        if way not in kept:
+            kept[way] = text
+        elif text != kept[way]:
+            far, near = (sum(Levenshtein.distance(one, other) for other in others) for one in (text, kept[way]))
+            if far > near:
+                kept[way] = text
+    return list(kept.values())
+
+
+def _firsts(row: Sampled, places: list[int], same: Same) -> list[int]:
+    """The first completion of each way, in order."""
+    found: dict[Hashable, int] = {}
+    for place in places:
+        found.setdefault(same(text_of(row.completions[place])), place)
+    return list(found.values())
+
+
+def _pair(row: Sampled, chosen: int, rejected: int) -> dict[str, Any]:
+    return {
+        "prompt": row.prompt,
+        "chosen": row.completions[chosen],
+        "rejected": row.completions[rejected],
+        "chosen_length": row.lengths[chosen],
+        "rejected_length": row.lengths[rejected],
+    }
+
+
+def _right(row: Sampled, success_at: float) -> list[int]:
+    return [place for place, score in enumerate(row.scores) if score is not None and score >= success_at]
+
+
+def _gold(row: Sampled, column: str) -> str:
+    if column not in row.columns or row.columns[column] is None:
+        raise ValueError(
+            f"a problem has no {column!r}, and gold solutions were asked for; its columns: {sorted(row.columns)}"
+        )
+    return str(row.columns[column])
+
+
+def _seen(rows: Sequence[Sampled], solved: int) -> tuple[int, int, int, int]:
+    scored = sum(score is not None for row in rows for score in row.scores)
+    return len(rows), solved, sum(len(row.completions) for row in rows), scored
+
+
+def _check_limit(per_problem: int | None) -> None:
+    if per_problem is not None and per_problem < 1:
+        raise ValueError(f"per_problem={per_problem}; at least 1, or None for all")

@@ -1,0 +1,303 @@
+"""The parts of a round (`rounds.py`): sample, select, train, evaluate; and of the start, train and evaluate."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.atomic import whole_folder
+from grpo_lab.curation import Sampled, contrast_pairs, pass_rates, right_answers
+from grpo_lab.curation.rejection import normalised
+from grpo_lab.evaluation.files import encodable, write_json_lines
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.recipe import ModelSection
+from grpo_lab.pipelines.rounds import MODEL, Make, Round
+from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe, seed_of
+from grpo_lab.pipelines.run_folder import MetricsFile
+from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.pipelines.sampler import ModelSampler, with_room
+from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.rewards.equation_list import calculates_right, equation_list
+from grpo_lab.verifiers.correct import CORRECT_FROM
+
+SAMPLES, SAMPLING, ROWS = "samples.jsonl", "sampling.jsonl", "rows.jsonl"
+"""All samples of a round; those made so far (gone when the former is there); what is trained on."""
+GOLD = "worked_solution"
+WEIGHT = "rewards/weight"
+
+
+class RoundParts:
+    """What the rounds of one recipe do. Rows and reward are loaded once."""
+
+    def __init__(self, recipe: RoundsRecipe) -> None:
+        self.recipe = recipe
+
+    def of_start(self) -> dict[str, Make]:
+        """The start model is made where the recipe makes one, and measured where it has held-out rows."""
+        recipe = self.recipe
+        made: dict[str, Make] = {"train": self.begin} if recipe.model.path is None or recipe.cold_start else {}
+        measured = recipe.evaluation is not None and recipe.evaluation.before
+        return made | ({"evaluate": self.evaluate} if measured else {})
+
+    def of_round(self) -> dict[str, Make]:
+        named: dict[str, Make] = {"sample": self.sample, "select": self.select, "train": self.train}
+        return named | ({} if self.recipe.evaluation is None else {"evaluate": self.evaluate})
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The problems. ValueError for golds that the reward cannot read, or no gold solutions where they are asked for."""
+        loaded = parts.load_rows(self.recipe.data)
+        parts.check_golds(loaded, [self.reward])
+        check_rows(self.recipe, loaded)
+        return [dict(row) for row in loaded]
+
+    @cached_property
+    def reward(self) -> Any:
+        return parts.build_reward(self.recipe.reward, "reward")
+
+    def begin(self, at: Round) -> dict[str, Any]:
+        """The start model: built from config, or loaded, and given its cold start."""
+        recipe, seed = self.recipe, self.recipe.sampling.seed
+        model, tokenizer = parts.load_model(recipe.model, seed)
+        counted = _Counted(at.folder / "metrics.jsonl")
+        with whole_folder(at.folder / MODEL) as folder:
+            if recipe.cold_start is None:
+                model.save_pretrained(folder)
+            else:
+                from grpo_lab.trainer.supervised.cold_start import cold_start
+
+                rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+                arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
+                cold_start(model, tokenizer, rows, folder, arguments, [counted])
+            _finish(folder, tokenizer)
+        _free()
+        return counted.facts()
+
+    def sample(self, at: Round) -> dict[str, Any]:
+        """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
+        file, progress = at.folder / SAMPLES, at.folder / SAMPLING
+        asked = questions_of(at.number, len(self.rows), self.recipe.rounds.questions, self.recipe.sampling.seed)
+        if not file.is_file():
+            write_json_lines(file, self._sampled(at, asked, progress))
+        progress.unlink(missing_ok=True)
+        return _sample_facts(_lines(file), len(asked))
+
+    def _sampled(self, at: Round, asked: list[int], progress: Path) -> list[dict[str, Any]]:
+        settings = replace(self.recipe.sampling, seed=seed_of(self.recipe.sampling.seed, at.number, "sample"))
+        sampler = ModelSampler(at.current, settings)
+        numbers = {id(self.rows[row]): row for row in asked}
+        problems = with_room([self.rows[row] for row in asked], sampler)
+        trim_to_whole_batches(progress, settings.problems_per_save)
+        rates = pass_rates(
+            problems,
+            sampler.written,
+            self.reward,
+            settings.n_samples,
+            path=progress,
+            settings={**sampler.identity(), "model": None, "reward": told(self.recipe.reward)},  # its files say which
+            batch_size=settings.problems_per_save,
+            label=f"round {at.number}: samples",
+            rendered=sampler.rendered,
+        )
+        found = [
+            {
+                "row": numbers[id(problem)],
+                "scores": list(rate.scores),
+                "lengths": [sampler.tokens(one) for one in rate.completions or ()],
+                "cut": rate.cut,
+                "completions": [encodable(one) for one in rate.completions or ()],
+            }
+            for problem, rate in zip(problems, rates, strict=True)
+        ]
+        del sampler
+        _free()
+        return found
+
+    def select(self, at: Round) -> dict[str, Any]:
+        """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
+        samples = [self._problem(line) for line in _lines(at.folder / SAMPLES)]
+        rows, counts = selected(self.recipe, samples)
+        if not rows:
+            needed = "right on some" if self.recipe.method in IMITATE else "right and wrong on the same"
+            raise ValueError(
+                f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems; the model has to be "
+                f"{needed}. Raise `n_samples` or `rounds.questions`, or take other `data`"
+            )
+        write_json_lines(at.folder / ROWS, rows)
+        return {**counts, "rows": len(rows)}
+
+    def _problem(self, line: Mapping[str, Any]) -> Sampled:
+        row = self.rows[line["row"]]
+        return Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
+
+    def train(self, at: Round) -> dict[str, Any]:
+        """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
+        from datasets import Dataset
+
+        recipe = self.recipe
+        base = recipe.base.path if recipe.base is not None else at.start
+        begin = at.current if recipe.rounds.train_from == "last" else str(base)
+        model, tokenizer = parts.load_model(ModelSection(path=begin), recipe.sampling.seed)
+        columns = ("prompt", "completion") if recipe.method in IMITATE else ("prompt", "chosen", "rejected")
+        data = Dataset.from_list([{name: row[name] for name in columns} for row in _lines(at.folder / ROWS)])
+        seed = seed_of(recipe.sampling.seed, at.number, "train")
+        arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
+        counted = _Counted(at.folder / "metrics.jsonl")
+        with whole_folder(at.folder / MODEL) as folder:
+            if recipe.method in IMITATE:
+                from grpo_lab.trainer.supervised.cold_start import supervised
+
+                supervised(model, tokenizer, data, folder, arguments, [counted])
+            else:
+                self._prefer(at, model, tokenizer, data, folder, arguments, counted)
+            _finish(folder, tokenizer)
+        del model
+        _free()
+        return {"from": "base" if begin != at.current else "last", **counted.facts()}
+
+    def _prefer(
+        self, at: Round, model: Any, tokenizer: Any, data: Any, folder: Path, arguments: Any, counted: Any
+    ) -> None:
+        from grpo_lab.trainer.supervised.preference import prefer
+
+        method: Any = self.recipe.method
+        reference = None
+        if method == "dpo" and self.recipe.pairs is not None and self.recipe.pairs.reference == "base":
+            reference, _ = parts.load_model(ModelSection(path=at.start), self.recipe.sampling.seed)
+        prefer(method, model, tokenizer, data, folder, arguments, [counted], reference)
+
+    def evaluate(self, at: Round) -> dict[str, Any]:
+        """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs share."""
+        recipe = self.recipe
+        assert recipe.evaluation is not None
+        result = evaluate_saved_model(
+            at.model,
+            recipe.evaluation,
+            None,
+            use_cpu=recipe.sampling.use_cpu,
+            max_new_tokens=recipe.sampling.max_completion_length,
+            seed=recipe.sampling.seed,
+        )
+        replace(result, seconds=None).write(at.folder / "evaluation")
+        _free()
+        return {
+            "accuracy": result.accuracy.to_dict() if result.accuracy else None,
+            "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
+            "mean_length": result.mean_length,
+            "mean_length_correct": result.mean_length_correct,
+            "worked_out_share": result.worked_out_share,
+        }
+
+
+def selected(recipe: RoundsRecipe, samples: list[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The rows or pairs that the recipe takes from the samples, and what was counted."""
+    if recipe.method in IMITATE:
+        keep = recipe.keep or KeepSettings()
+        rows, counts = right_answers(
+            samples,
+            per_problem=keep.per_problem,
+            same=_SAME[keep.distinct],
+            sound=calculates_right if keep.right_calculations else None,
+            gold=GOLD if keep.gold else None,
+        )
+    else:
+        pairs = recipe.pairs or ContrastSettings()
+        rows, counts = contrast_pairs(samples, per_problem=pairs.per_problem, same=_SAME[pairs.distinct])
+    return rows, counts.facts()
+
+
+def check_rows(recipe: RoundsRecipe, rows: Any) -> None:
+    """ValueError for rows that the recipe cannot be run on."""
+    if recipe.keep is not None and recipe.keep.gold and GOLD not in rows.column_names:
+        raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {rows.column_names}")
+    asked = recipe.rounds.questions
+    if asked is not None and asked > len(rows):
+        raise ValueError(
+            f"`rounds.questions` is {asked} and `data` has {len(rows)} rows; ask fewer, or leave it out for all"
+        )
+
+
+def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when fewer are left."""
+    if asked is None:
+        return list(range(total))
+    lap, place = divmod(number - 1, total // asked)
+    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
+    return order[place * asked : (place + 1) * asked]
+
+
+def _equations_or_words(text: str) -> Any:
+    """By its equations; an answer without any by its words: two proofs in words are two ways."""
+    return equation_list(text) or normalised(text)
+
+
+_SAME: dict[str, Callable[[str], Any]] = {"equations": _equations_or_words, "words": normalised, "text": str}
+
+
+class _Counted(MetricsFile):
+    """`metrics.jsonl` of one training, begun anew, and what a round's marker says of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        path.unlink(missing_ok=True)
+        self.steps, self.loss = 0, None
+        self.weights: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        super().on_log(args, state, control, logs, **more)
+        self.loss = (logs or {}).get("train_loss", self.loss)
+        if WEIGHT in (logs or {}):
+            self.weights.append((logs or {})[WEIGHT])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps = state.global_step
+
+    def facts(self) -> dict[str, Any]:
+        """Optimizer steps, mean loss; of pairs also w(θ) in the first and the last log."""
+        found: dict[str, Any] = {"steps": self.steps, "loss": self.loss}
+        return found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})
+
+
+def _sample_facts(lines: list[dict[str, Any]], asked: int) -> dict[str, Any]:
+    """Tokens: of the texts, and one for each end that was written."""
+    each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
+    cut = sum(line["cut"] or 0 for line in lines)
+    scored = [score for _, score in each if score is not None]
+    right = [length for length, score in each if score is not None and score >= CORRECT_FROM]
+    return {
+        "questions": asked,
+        "left_out": asked - len(lines),
+        "samples": len(each),
+        "right_share": len(right) / len(scored) if scored else None,
+        "cut": cut,
+        "tokens": sum(length for length, _ in each) + len(each) - cut,
+        "mean_length": fmean(length for length, _ in each),
+        "mean_length_right": fmean(right) if right else None,
+    }
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _finish(folder: Path, tokenizer: Any) -> None:
+    """The tokenizer, and without the pickled arguments of the trainer, which name this machine."""
+    tokenizer.save_pretrained(folder)
+    (folder / "training_args.bin").unlink(missing_ok=True)
+
+
+def _free() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

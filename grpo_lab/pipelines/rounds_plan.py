@@ -1,0 +1,117 @@
+"""`--dry-run` of `rounds`: every part of every round in words, with counts; nothing is sampled or written."""
+
+from __future__ import annotations
+
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.plan import count_of, model_of, rows_of
+from grpo_lab.pipelines.round_parts import check_rows
+from grpo_lab.pipelines.rounds import round_folder
+from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
+from grpo_lab.pipelines.run_rounds import check_folder, check_settings
+
+_SAMENESS = {
+    "equations": "the list of their equations (their words, where there is none)",
+    "words": "their words",
+    "text": "their text",
+}
+
+
+def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> dict[str, str]:
+    """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
+    check_settings(recipe)
+    check_folder(recipe, overwrite)
+    rows = rows_of(recipe.data, "data", recipe.reward)
+    if rows is not None:
+        check_rows(recipe, rows)
+    rounds, held_out = recipe.rounds, _evaluation(recipe)
+    times = (
+        "once"
+        if rounds.count == 1
+        else f"{rounds.count} times: sample, select, train" + (", evaluate" if held_out else "")
+    )
+    return {
+        "method": recipe.method,
+        "start model": _start(recipe),
+        "rows": count_of(rows, recipe.data),
+        "reward": told(recipe.reward),
+        "rounds": times,
+        "1. sample": _sample(recipe, None if rows is None else len(rows)),
+        "2. select": _select(recipe),
+        "3. train": _train(recipe),
+        **({"4. evaluate": held_out} if held_out else {}),
+        "done already": _done(recipe, overwrite),
+        "output folder": str(recipe.output_dir),
+    }
+
+
+def _start(recipe: RoundsRecipe) -> str:
+    model = recipe.model.name if recipe.model.path is None else model_of(recipe.model.path)
+    if recipe.cold_start is None:
+        return model
+    rows = rows_of(recipe.cold_start.data, "cold_start.data")
+    return f"{model}, after a cold start on {count_of(rows, recipe.cold_start.data)}; {_settings(recipe.cold_start.arguments)}"
+
+
+def _sample(recipe: RoundsRecipe, rows: int | None) -> str:
+    asked, sampling = recipe.rounds.questions, recipe.sampling
+    number = rows if asked is None else asked
+    which = "all questions" if asked is None else f"{asked:,} questions, other ones until all were asked"
+    total = "" if number is None else f", {number * sampling.n_samples:,} completions a round"
+    if number is not None:
+        total += f" and {number * sampling.n_samples * recipe.rounds.count:,} in all"
+    who = "the start model" if recipe.rounds.count == 1 else "the model of the round before"
+    return (
+        f"{which}, {sampling.n_samples} samples each{total}, of at most {sampling.max_completion_length} tokens, at temperature "
+        f"{sampling.temperature:g}, by {who}; {'vLLM' if sampling.use_vllm else 'transformers'}"
+    )
+
+
+def _select(recipe: RoundsRecipe) -> str:
+    if recipe.method in IMITATE:
+        keep = recipe.keep or KeepSettings()
+        most = "all" if keep.per_problem is None else f"at most {keep.per_problem}"
+        said = f"right answers, one for each way of solving ({_SAMENESS[keep.distinct]}), {most} a problem"
+        said += ", only those whose calculations hold" if keep.right_calculations else ""
+        return said + (", beside the rows' gold solutions" if keep.gold else "")
+    pairs = recipe.pairs or ContrastSettings()
+    most = "all that differ" if pairs.per_problem is None else f"at most {pairs.per_problem}"
+    return f"pairs of a right and a wrong answer of one question, {most} a question; one answer for each of {_SAMENESS[pairs.distinct]}"
+
+
+def _train(recipe: RoundsRecipe) -> str:
+    trainer = {"dpo": "DPOTrainer", "simpo": "CPOTrainer, loss_type simpo"}.get(recipe.method, "SFTTrainer")
+    begin = "the model of the round before"
+    if recipe.rounds.train_from == "base":
+        begin = "the start model" if recipe.base is None else model_of(str(recipe.base.path))
+    reference = ""
+    if recipe.method == "dpo":
+        own = recipe.pairs is None or recipe.pairs.reference == "round"
+        reference = f"; reference: {'the model that the round trains, as it begins' if own else 'the start model in every round'}"
+    return f"TRL's {trainer} from {begin}{reference}; {_settings(recipe.training)}"
+
+
+def _evaluation(recipe: RoundsRecipe) -> str:
+    section = recipe.evaluation
+    if section is None:
+        return ""
+    parts.build_reward(section.reward, "evaluation.reward")
+    held_out = rows_of(section.data, "evaluation.data")
+    when = "the start model and the model of each round" if section.before else "the model of each round"
+    return f"{when} on {count_of(held_out, section.data)}, judged by {told(section.reward)}"
+
+
+def _done(recipe: RoundsRecipe, overwrite: bool) -> str:
+    """What an earlier run has left and this one goes on with."""
+    found = []
+    for number in range(recipe.rounds.count + 1):
+        folder = round_folder(recipe.output_dir, number)
+        done = [part for part in ("sample", "select", "train", "evaluate") if (folder / f"{part}.json").is_file()]
+        found += [f"{folder.name} ({', '.join(done)})"] if done else []
+    forgotten = " (--overwrite begins anew)" if overwrite and found else ""
+    return f"{', '.join(found)}{forgotten}" if found else "nothing"
+
+
+def _settings(training: object) -> str:
+    given = dict(training)  # type: ignore[call-overload]
+    return ", ".join(f"{name} {value}" for name, value in given.items()) or "TRL's defaults"

@@ -1,0 +1,191 @@
+"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) by rounds.
+
+The folder: `start/`, `round-1/` … (`rounds.py`), `rounds.jsonl` (one line a round), `report.html`, `run.json`, and when all rounds
+are done the last model in the folder itself, `evaluation/before` and `evaluation/after`. The same command goes on with a run that
+was killed, and with a finished one when `rounds.count` is larger.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from grpo_lab.evaluation.files import write_json_lines
+from grpo_lab.evaluation.rounds_page import write_rounds_page
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.model_files import model_files
+from grpo_lab.pipelines.round_parts import RoundParts
+from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round_folder, rounds
+from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
+from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
+from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
+
+PIPELINE = "rounds"
+MAY_CHANGE = ("name", "output_dir", "keep_models")
+"""Settings that no finished part depends on; beside them `rounds.count`, which may grow."""
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class RoundsDone:
+    """The folder with the last model, and one line for the start (round 0) and each round, as in `rounds.jsonl`."""
+
+    folder: Path
+    lines: list[dict[str, Any]]
+
+
+def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
+    """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew.
+
+    Raises:
+        ValueError: another run or something else in the folder, a setting that does not fit, a round without rows.
+    """
+    check_settings(recipe)
+    work = RoundParts(recipe)
+    parts.check_evaluation(recipe.evaluation)
+    if not work.rows:  # what is wrong with them is said before anything is written
+        raise ValueError("`data` has no rows; at least one question is needed")
+    folder = _claim(recipe, overwrite)
+    if read_marker(folder / "run.json").get("finished"):
+        console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
+        return RoundsDone(folder, _lines(folder, recipe.rounds.count))
+    start = Round(0, round_folder(folder, 0), str(recipe.model.path or ""), str(recipe.model.path or ""))
+    carry_out(work.of_start(), start, _Told(recipe))
+    lines = _lines(folder, 0)
+    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), _Told(recipe)):
+        lines = _lines(folder, done.number)
+        write_json_lines(folder / "rounds.jsonl", lines)
+        if not recipe.keep_models and done.number > 1:
+            shutil.rmtree(round_folder(folder, done.number - 1) / MODEL, ignore_errors=True)
+    _deliver(recipe, folder)
+    write_run(folder, {**read_marker(folder / "run.json"), "finished": True})
+    page = write_rounds_page(folder / "report.html", lines, read_marker(folder / "run.json"))
+    _show(recipe, lines)
+    console.print(f"model: {folder}\nreport: {page}", soft_wrap=True, highlight=False)
+    return RoundsDone(folder, lines)
+
+
+def check_settings(recipe: RoundsRecipe) -> None:
+    """ValueError for `training` and `cold_start` that TRL would refuse, and for several processes."""
+    from grpo_lab.trainer.supervised.cold_start import check_cold_start
+    from grpo_lab.trainer.supervised.preference import check_training
+
+    check_training("shortest_sft" if recipe.method in IMITATE else recipe.method, dict(recipe.training))
+    if recipe.cold_start is not None:
+        check_cold_start(dict(recipe.cold_start.arguments))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
+
+
+def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
+    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or rounds of another recipe."""
+    folder, name = recipe.output_dir, f"`output_dir` {str(recipe.output_dir)!r}"
+    found = read_marker(folder / "run.json")
+    if found.get("pipeline") != PIPELINE:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(f"{name} holds something else; choose another `--output_dir`")
+        return {}
+    if overwrite:
+        return {}
+    then, now = found.get("recipe", {}), settings_of(recipe)
+    if other := sorted(key for key in {**then, **now} if then.get(key) != now.get(key)):
+        said = "; ".join(f"`{key}` was {_short(then.get(key))} and is {_short(now.get(key))}" for key in other)
+        raise ValueError(f"{name} holds a run with other settings: {said}. Choose another, or give --overwrite")
+    if recipe.rounds.count < found.get("count", 0):
+        raise ValueError(
+            f"`rounds.count` is {recipe.rounds.count} and {name} has a run of {found['count']}; it can only grow"
+        )
+    return found
+
+
+def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
+    """What the files of the rounds depend on, as JSON gives it back; a local start model by its content, too."""
+    said = {name: value for name, value in asdict(recipe).items() if name not in MAY_CHANGE}
+    said["rounds"] = {name: value for name, value in said["rounds"].items() if name != "count"}
+    local = {s.path for s in (recipe.model, recipe.base) if s is not None and parts.is_local(s.path)}
+    said["model_files"] = {str(path): model_files(str(path)) for path in sorted(map(str, local))}
+    plain: dict[str, Any] = json.loads(json.dumps(said, default=str))
+    return plain
+
+
+def _claim(recipe: RoundsRecipe, overwrite: bool) -> Path:
+    found, folder = check_folder(recipe, overwrite), recipe.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        for place in (*folder.glob("round-*"), folder / "start", folder / "evaluation"):
+            shutil.rmtree(place, ignore_errors=True)
+        (folder / "rounds.jsonl").unlink(missing_ok=True)
+    count = recipe.rounds.count
+    finished = bool(found.get("finished")) and found.get("count") == count
+    about = {
+        "name": recipe.name,
+        "pipeline": PIPELINE,
+        "method": recipe.method,
+        "count": count,
+        "recipe": settings_of(recipe),
+        "versions": versions(),
+        "seconds": found.get("seconds", {}),
+        "finished": finished,
+    }
+    write_run(folder, about)
+    return folder
+
+
+class _Told:
+    """One rule on the terminal for each part, and its seconds in `run.json`."""
+
+    def __init__(self, recipe: RoundsRecipe) -> None:
+        self.recipe = recipe
+
+    def __call__(self, at: Round, part: str, seconds: float | None) -> None:
+        where = f"round {at.number} of {self.recipe.rounds.count}" if at.number else "start"
+        if seconds is None:
+            console.rule(f"{where}: {part}")
+            return
+        run = read_marker(self.recipe.output_dir / "run.json")
+        run.setdefault("seconds", {})[f"{where.split(' of ')[0]}, {part}"] = round(seconds, 1)
+        write_run(self.recipe.output_dir, run)
+
+
+def _deliver(recipe: RoundsRecipe, folder: Path) -> None:
+    """The last model and the two evaluations, where every other command looks for them."""
+    last = round_folder(folder, recipe.rounds.count)
+    shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)
+    for name, at in (("before", round_folder(folder, 0)), ("after", last)):
+        if (at / "evaluation").is_dir():
+            shutil.copytree(at / "evaluation", folder / "evaluation" / name, dirs_exist_ok=True)
+
+
+def _lines(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Of the start and the rounds up to ``count``, from their markers."""
+    lines: list[dict[str, Any]] = []
+    for number in range(count + 1):
+        facts = {
+            part: read_facts(round_folder(folder, number) / f"{part}.json") or {}
+            for part in ("sample", "select", "train", "evaluate")
+        }
+        lines.append(line_of(number, facts, lines))
+    return lines
+
+
+def _show(recipe: RoundsRecipe, lines: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{recipe.name}: {recipe.method}", box=box.SIMPLE_HEAD, title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right")
+    for line in lines:
+        table.add_row(*(column.text(line) for column in COLUMNS))
+    console.print(table)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}…"

@@ -1,0 +1,113 @@
+"""Real processes for `test_rounds_run`: everything is imported once, then each run is a fork of its own, which may be killed with -9.
+
+python rounds_worker.py RECIPE.json FOLDER     runs the recipe in FOLDER/whole, and in FOLDER/killed with a kill in each part of round 2
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trl.trainer.sft_trainer  # noqa: F401
+
+from grpo_lab.evaluation import result
+from grpo_lab.pipelines import round_parts
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.run_rounds import run_rounds
+from grpo_lab.trainer.supervised import cold_start, preference  # noqa: F401
+
+ROUND = "round-2"
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_sample() -> None:
+    """Before the second batch of the round's questions; the first is on the disk."""
+    made, calls = round_parts.ModelSampler.written, []
+
+    def written(self: Any, *given: Any, **more: Any) -> Any:
+        if "round-1" in self.name:  # the model that samples in round 2
+            calls.append(1)
+            if len(calls) == 2:
+                die()
+        return made(self, *given, **more)
+
+    round_parts.ModelSampler.written = written  # type: ignore[method-assign]
+
+
+def in_select() -> None:
+    """The rows are written, the marker is not."""
+    write = round_parts.write_json_lines
+
+    def written(path: Path, rows: Any) -> None:
+        write(path, rows)
+        if path.name == "rows.jsonl" and path.parent.name == ROUND:
+            die()
+
+    round_parts.write_json_lines = written
+
+
+def in_train() -> None:
+    """After the first optimizer step."""
+
+    def on_step_end(self: Any, *_: Any, **__: Any) -> None:
+        if self.path.parent.name == ROUND:
+            die()
+
+    round_parts._Counted.on_step_end = on_step_end  # type: ignore[method-assign]
+
+
+def in_evaluate() -> None:
+    """The outcomes are written, the summary is not."""
+    write = result.write_json
+
+    def written(path: Path, value: Any) -> None:
+        if path.name == "summary.json" and ROUND in path.parts:
+            die()
+        write(path, value)
+
+    result.write_json = written
+
+
+KILLS: tuple[Callable[[], None], ...] = (in_sample, in_select, in_train, in_evaluate)
+
+
+def child(folder: Path, written: dict[str, Any], prepare: Callable[[], None] | None) -> int:
+    """A run in a process of its own; the signal that ended it, 0 for none."""
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(folder)
+        if prepare is not None:
+            prepare()
+        run_rounds(rounds_recipe_from(written))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise SystemExit(f"{prepare} ended by itself, with {os.WEXITSTATUS(status)}")
+    return os.WTERMSIG(status)
+
+
+def main() -> None:
+    written, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    assert child(folder / "whole", written, None) == 0
+    killed = folder / "killed"
+    for kill in KILLS:
+        assert child(killed, written, kill) == signal.SIGKILL, kill
+        parts = sorted(path.stem for path in (killed / "out" / ROUND).glob("*.json"))
+        print(kill.__name__, *parts, flush=True)
+        if kill is in_sample:  # the torn end of a write
+            file = killed / "out" / ROUND / "sampling.jsonl"
+            file.write_bytes(file.read_bytes()[:-20])
+    assert child(killed, written, None) == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""`grpo-lab rounds` for real: accuracy rises round by round, -9 in each part changes no byte, w(θ) is that of the formula."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.run_rounds import run_rounds
+from grpo_lab.trainer.supervised.preference import prefer
+from grpo_lab.trainer.supervised.weighted import implicit_weight
+from tolerance import log_prob_gap
+
+TESTS = Path(__file__).resolve().parents[1]
+DATA = {"loader": "word_problems", "n": 24, "template": "chat", "largest": 20, "steps": [1, 2]}
+TRAINING = {
+    "per_device_train_batch_size": 16,
+    "learning_rate": 3e-3,
+    "bf16": False,
+    "max_length": 256,
+    "logging_steps": 1,
+}
+
+
+def recipe(model: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "a-test",
+        "method": "expert_iteration",
+        "model": {"path": str(model)},
+        "data": DATA,
+        "reward": "training.curation_rewards:with_an_e",
+        "rounds": {"count": 3, "questions": 8},
+        "n_samples": 8,
+        "max_completion_length": 6,
+        "problems_per_save": 4,
+        "use_cpu": True,
+        "training": {**TRAINING, "num_train_epochs": 4},
+        "evaluation": {
+            "data": {**DATA, "split": "test"},
+            "reward": "training.curation_rewards:with_an_e",
+            "max_new_tokens": 6,
+            "n_samples": 8,
+        },
+        "output_dir": "out",
+        **changes,
+    }
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All that a run leaves but its times: `run.json` has the seconds, the page the hour at which it was written."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if name not in ("run.json", "report.html")}
+
+
+@pytest.mark.slow
+def test_accuracy_rises_in_each_round_and_a_kill_in_each_part_of_the_second_changes_no_byte(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe(tiny_folder)))
+    worker = [
+        sys.executable,
+        str(TESTS / "training" / "rounds_worker.py"),
+        str(tmp_path / "recipe.json"),
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(worker, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("in_")]
+    assert said == [
+        "in_sample", "in_select sample", "in_train sample select", "in_evaluate sample select train"
+    ]  # fmt: skip
+    whole, killed = files(tmp_path / "whole" / "out"), files(tmp_path / "killed" / "out")
+    assert sorted(whole) == sorted(killed)
+    assert [name for name in whole if whole[name] != killed[name]] == []
+    assert "round-2/model/model.safetensors" in whole
+    assert not [name for name in whole if ".part" in name or "sampling" in name]
+    assert (
+        whole["model.safetensors"]
+        == whole["round-3/model/model.safetensors"]
+        != whole["round-2/model/model.safetensors"]
+    )
+    places = ("start", "round-1", "round-2", "round-3")
+    accuracies = [json.loads(whole[f"{place}/evaluate.json"])["sampled_accuracy"]["value"] for place in places]
+    assert accuracies == sorted(set(accuracies)), accuracies
+    lines = [json.loads(line) for line in whole["rounds.jsonl"].decode().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2, 3]
+    asked = [
+        {json.loads(line)["row"] for line in whole[f"round-{n}/samples.jsonl"].decode().splitlines()} for n in (1, 2, 3)
+    ]
+    assert len(set.union(*asked)) == 24
+    assert lines[-1]["tokens_total"] == sum(line["tokens"] for line in lines)
+    assert (tmp_path / "whole" / "out" / "evaluation" / "after" / "summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = {**TRAINING, "max_steps": 2, "beta": 0.5}
+    changes = {"evaluation": None, "training": training, "n_samples": 4, "rounds": {"count": 1, "questions": 8}}
+    dpo = rounds_recipe_from(
+        recipe(tiny_folder, **changes, method="dpo", pairs={"per_problem": 2, "reference": "base"})
+    )
+    first = run_rounds(dpo)
+    assert first.lines[1]["weight_first"] == 0.5  # the reference is what training begins with: log-ratios are 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "round-1" / "rows.jsonl").read_text().splitlines()]
+    assert 0 < len(rows) <= 16
+    for row in rows:
+        assert "e" in row["chosen"][0]["content"]
+        assert "e" not in row["rejected"][0]["content"]
+    before = files(tmp_path / "out" / "round-1")
+    run_rounds(dpo)
+    assert "nothing to do" in capsys.readouterr().out
+    more = {**changes, "rounds": {"count": 2, "questions": 8}}
+    second = run_rounds(
+        rounds_recipe_from(recipe(tiny_folder, **more, method="dpo", pairs={"per_problem": 2, "reference": "base"}))
+    )
+    assert files(tmp_path / "out" / "round-1") == before
+    assert second.lines[1] == first.lines[1]
+    assert second.lines[2]["weight_first"] != 0.5  # the base is not the model that round 2 begins with
+    simpo = {
+        **changes,
+        "training": {**training, "simpo_gamma": 0.0},
+        "method": "simpo",
+        "output_dir": "simpo",
+        "keep_models": False,
+    }
+    done = run_rounds(rounds_recipe_from(recipe(tiny_folder, **simpo)))
+    assert 0 < done.lines[1]["weight_last"] < 1
+
+
+def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float, int]:
+    """Σ log π of the answer's tokens and its end, token by token in float64, and how many they are."""
+    ids, end = tokenizer(prompt)["input_ids"], tokenizer.eos_token_id
+    whole = [*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], end]
+    with torch.no_grad():
+        logits = model(torch.tensor([whole])).logits[0].double()
+    total = 0.0
+    for place in range(len(ids), len(whole)):
+        total += (logits[place - 1, whole[place]] - torch.logsumexp(logits[place - 1], 0)).item()
+    return total, len(whole) - len(ids)
+
+
+def weight_by_hand(rejected: float, chosen: float, margin: float = 0.0) -> float:
+    """σ(r̂⁻ − r̂⁺ + γ) = 1 / (1 + exp(r̂⁺ − r̂⁻ − γ))."""
+    import math
+
+    return 1.0 / (1.0 + math.exp(chosen - rejected - margin))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "simpo"])
+def test_the_logged_weight_is_that_of_the_formula(tiny_folder: Path, tmp_path: Path, method: Any) -> None:
+    """Two pairs in one batch whose weights differ, so that a σ of mean rewards is not the mean of σ."""
+    pairs = [
+        {"prompt": "Ann has 3 stamps.", "chosen": " She has 3.", "rejected": " Perhaps it is four or five of them."},
+        {"prompt": "Tom eats 2.", "chosen": " A long answer that says nothing at all about it.", "rejected": " Two."},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model, reference = (AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for weight in reference.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    beta, gamma = (0.3, 0.0) if method == "dpo" else (2.0, 0.7)
+    by_hand = []
+    for pair in pairs:
+        rewards = {}
+        for side in ("chosen", "rejected"):
+            own, count = log_probs(model, tokenizer, pair["prompt"], pair[side])
+            other, _ = log_probs(reference, tokenizer, pair["prompt"], pair[side])
+            rewards[side] = beta * (own - other if method == "dpo" else own / count)
+        by_hand.append(weight_by_hand(rewards["rejected"], rewards["chosen"], gamma))
+    assert abs(by_hand[0] - by_hand[1]) > 0.05, by_hand
+    seen: list[dict[str, float]] = []
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+            seen.append(logs or {})
+
+    arguments = {**TRAINING, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "beta": beta}
+    arguments |= {"simpo_gamma": gamma} if method == "simpo" else {}
+    prefer(
+        method, model, tokenizer, Dataset.from_list(pairs), tmp_path, arguments, [Keep()],
+        reference if method == "dpo" else None,
+    )  # fmt: skip
+    # σ has a slope of at most ¼; four sums (DPO) of up to 20 log-probs of 7 nats each, or two means of them
+    sums = 4 * 20 if method == "dpo" else 2
+    assert seen[0]["rewards/weight"] == pytest.approx(
+        sum(by_hand) / 2, abs=0.25 * beta * sums * log_prob_gap(torch.float32, 7.0, width=32)
+    )
+
+
+def test_the_weight_is_high_where_the_reward_is_wrong() -> None:
+    found = implicit_weight(torch.tensor([0.0, 3.0, -3.0]), torch.tensor([0.0, 0.0, 0.0]))
+    # σ(0) = ½; σ(−3) = 0.0474; σ(3) = 0.9526
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.0474259, 0.9525741]))
+    assert implicit_weight(torch.zeros(1), torch.zeros(1), 1.0).item() == pytest.approx(0.7310586, abs=1e-6)
+    with pytest.raises(ValueError, match="has no reference model"):
+        prefer(
+            "simpo",
+            None,
+            None,
+            Dataset.from_list([{"prompt": "", "chosen": "", "rejected": ""}]),
+            Path(),
+            {},
+            None,
+            object(),
+        )
