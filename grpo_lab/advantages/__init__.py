@@ -17,6 +17,7 @@ from grpo_lab.advantages.leave_one_out import LeaveOneOut
 from grpo_lab.advantages.level import level_of, reads_steps, token_rule
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.raw import Raw
+from grpo_lab.advantages.returns import Returns
 from grpo_lab.advantages.reward_to_go import reward_to_go
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
@@ -36,7 +37,7 @@ RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
-TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process}
+TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns}
 
 __all__ = [
     "RULES",
@@ -49,6 +50,7 @@ __all__ = [
     "LeaveOneOut",
     "Process",
     "Raw",
+    "Returns",
     "StepTable",
     "advantage_rule",
     "gae",

@@ -17,6 +17,7 @@ from grpo_lab.objectives.aggregation import (
 from grpo_lab.objectives.cispo import DetachedWeight
 from grpo_lab.objectives.clipped import Clipped
 from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
+from grpo_lab.objectives.kl_control import AdaptiveKL
 from grpo_lab.objectives.literal import LiteralRow
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
@@ -37,6 +38,7 @@ __all__ = [
     "PRESETS",
     "RATIO_LEVELS",
     "SURROGATES",
+    "AdaptiveKL",
     "Aggregation",
     "Clipped",
     "Denominators",

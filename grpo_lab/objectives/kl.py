@@ -32,12 +32,17 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.masked import masked_sum, safe
+from grpo_lab.objectives.kl_control import AdaptiveKL
 
 Estimator = Literal["k1", "k2", "k3", "k1_clamped"]
 Placement = Literal["loss", "reward"]
 ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "k1_clamped")
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
 PER: tuple[str, ...] = ("sequence", "token")
+TARGET_IN_LOSS = (
+    "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges none: its KL changes with every "
+    "update, and on-policy nobody has it before the update; use `kl.placement: reward`, or leave `target` out"
+)
 
 
 def k1(log_policy: Tensor, log_reference: Tensor) -> Tensor:
@@ -69,7 +74,7 @@ class KLTerm:
     """β·KL as one of three estimators, in the loss or in the reward.
 
     Args:
-        coefficient: β ≥ 0.
+        coefficient: β ≥ 0; with ``control`` the one to start from.
         estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
         placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes β·k from the reward (no gradient through it).
         ratio_weighted: in the loss only: multiply by the importance ratio, not detached (TRL's
@@ -77,6 +82,7 @@ class KLTerm:
         per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the advantage is taken.
             ``"token"``: −β·Σ_{s ≥ t} γ^{s−t} k_s is added to the advantage of token t, after the rule (``advantages.reward_to_go``).
         gamma: discount of ``per="token"``, in [0, 1].
+        control: in the reward only: steers β to a target KL (``kl_control``).
     """
 
     coefficient: float
@@ -85,6 +91,7 @@ class KLTerm:
     ratio_weighted: bool = False
     per: str = "sequence"
     gamma: float = 1.0
+    control: AdaptiveKL | None = None
 
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
@@ -107,6 +114,8 @@ class KLTerm:
             raise ValueError(f"`kl.gamma` is {self.gamma}; a discount lies in [0, 1]")
         if self.gamma != 1.0 and self.per == "sequence":
             raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
+        if self.control is not None and self.placement == "loss":
+            raise ValueError(TARGET_IN_LOSS)
 
     def in_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token estimate ``[B, T]`` in nats, with its gradient; to be multiplied by ``coefficient``."""

@@ -24,7 +24,12 @@ from grpo_lab.objectives.unclipped import Unclipped
 
 @dataclass(frozen=True)
 class Preset:
-    """One row: names of the parts, where it comes from, and what the authors set."""
+    """One row: names of the parts, where it comes from, and what the authors set.
+
+    Args:
+        knobs: of the advantage rule, where they differ from its defaults.
+        plain_k3: ``beta`` alone means k3 as it is, not weighted by the ratio (TRL's ``use_bias_correction_kl``).
+    """
 
     advantage: str
     surrogate: str
@@ -32,6 +37,13 @@ class Preset:
     source: str
     ratio: str = "token"
     paper: Mapping[str, float | str] = field(default_factory=dict)
+    knobs: Mapping[str, float | str] = field(default_factory=dict)
+    plain_k3: bool = False
+
+    @property
+    def rule(self) -> str | dict[str, float | str]:
+        """The advantage rule as a setting names it: its name, or a mapping with its knobs."""
+        return {"name": self.advantage, **self.knobs} if self.knobs else self.advantage
 
 
 PRESETS: dict[str, Preset] = {
@@ -57,6 +69,15 @@ PRESETS: dict[str, Preset] = {
         "group_zscore", "cispo", "token_mean", "MiniMax-M1, arXiv 2506.13585", paper={"epsilon_high": "undisclosed"}
     ),
     "reinforce": Preset("group_mean", "reinforce", "fixed_budget", "Williams 1992; CS336 lecture 17"),
+    "reinforce_token_mean": Preset(
+        "group_zscore",
+        "reinforce",
+        "token_mean",
+        "a small public R1-Zero script (nano-aha-moment); Williams 1992",
+        paper={"beta": 0.001, "lr": 1e-6, "epsilon": 1e-4},
+        knobs={"std": "population"},
+        plain_k3=True,
+    ),
     "mirror_descent": Preset(
         "group_mean",
         "mirror_descent",

@@ -24,6 +24,7 @@ from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.knobs import CLIP, advantage_choice, with_registered, written
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
+from grpo_lab.trainer.settings.reference import check_kl, reference_every
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
 
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
@@ -60,7 +61,7 @@ class LabConfig(GRPOConfig):
             of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``, ``importance_sampling_level`` … are in force.
         advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
-            ``{per: sequence|token, gamma: …, estimator: k1_clamped}``; ``None``: TRL's ``beta``
+            ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
             the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
@@ -70,6 +71,8 @@ class LabConfig(GRPOConfig):
             ``reward_weights``; logged as ``reward_weights/<name>``.
         reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
             class declares (``KimiTrainer``: yes; else no).
+        reference_every: the reference becomes the policy after every so many optimizer steps, or before every generation batch
+            (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves it).
         sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
             pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness: same_distribution|same_draws}``;
@@ -99,6 +102,9 @@ class LabConfig(GRPOConfig):
     reset_optimizer: bool | None = field(
         default=None, metadata={"help": "Empty the optimizer's state after every generation batch."}
     )
+    reference_every: int | str | None = field(
+        default=None, metadata={"help": "Reference := policy every n optimizer steps, or 'generation'."}
+    )
     sampler: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
     )
@@ -118,6 +124,7 @@ class LabConfig(GRPOConfig):
         check_choices(vars(self))
         if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
             raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
+        self.reference_every = reference_every(self.reference_every)
         check_batch_sizes(self)
         super().__post_init__()
         self.agree()
@@ -140,6 +147,7 @@ class LabConfig(GRPOConfig):
         check_sampling_correction(self)
         algorithm = algorithm_from(self, settings)  # a wrong name raises before the model is loaded
         refuse_token_weights(self, algorithm)
+        check_kl(self, None if algorithm.objective is None else algorithm.objective.kl)
         if settings.objective is not None:
             clip_in_force(self, algorithm)
 
@@ -200,6 +208,8 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
         "advantage",
         rule,
     )
+    if row.plain_k3 and settings.kl is None:
+        _same(args, "use_bias_correction_kl", False, "objective", chosen.name)
     for name in CLIP:
         ours = chosen.knobs.get(name)
         if ours is not None:
@@ -246,6 +256,8 @@ def agree_with_trl(args: Any, settings: LabSettings) -> None:
     row = preset(chosen.name or "grpo")
     args.loss_type = trl_loss_type(chosen)
     args.importance_sampling_level = chosen.ratio or row.ratio
+    if row.plain_k3 and settings.kl is None:
+        args.use_bias_correction_kl = False
     rule = _rule(settings)
     if isinstance(rule, str) and rule in {**TRL_SCALING, **UNSCALED}:
         args.scale_rewards = {**TRL_SCALING, **UNSCALED}[rule]

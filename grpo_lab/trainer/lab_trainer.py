@@ -187,16 +187,14 @@ class LabTrainer(GRPOTrainer):
             scored = self._generate_and_score(inputs)
             if self.model.training and self.lab_settings.update.dead_groups == "resample":
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
-            made = penalise(self, scored)
+            made = penalise(self, scored, self.parts.kl)
             put_advantages(self, made, row_advantages(self, made))
             scored.forwards.mark(scored.batch)
             return record(self, scored)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
         """One generation: completions and their rewards."""
-        self.parts.weight_schedules.apply()
-        if self.parts.optimizer_reset is not None and self.model.training:
-            self.parts.optimizer_reset.before_generation()
+        self.parts.before_generation(self.model.training)
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
             rewarded, book = scored.rewarded, self.recorder.book("train")
@@ -252,8 +250,7 @@ class LabTrainer(GRPOTrainer):
         if self.parts.step_end_checkpoint.takes_over():
             return
         folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        self.parts.prompts.save(folder)
-        self.parts.generation_buffer.save(folder)
+        self.parts.save(folder)
         with trl_bridge.replaced(self, "args", picklable(self.args)):
             super()._save_checkpoint(model, trial)
 
@@ -264,8 +261,7 @@ class LabTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with trl_bridge.plain_cpu(self.args):
             super()._load_optimizer_and_scheduler(checkpoint)
-        self.parts.prompts.load(checkpoint)
-        self.parts.generation_buffer.load(checkpoint)
+        self.parts.load(checkpoint)
 
     # -- what the rooms may ask (``ports.StepPort``) --------------------------------------------------------------------
 

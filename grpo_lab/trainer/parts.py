@@ -6,6 +6,7 @@ Callbacks of ours come before all others (which may write a checkpoint, or look 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from grpo_lab.trainer.door import Given
@@ -19,12 +20,14 @@ from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
 from grpo_lab.trainer.rollout.engine import SyncProof
 from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts
 from grpo_lab.trainer.rollout.thinking import thinking_rollout
+from grpo_lab.trainer.scoring.kl_control import KLController
 from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
 from grpo_lab.trainer.settings.inputs import check_requires, shared_names
 from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.moving_reference import MovingReference
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
 
 
@@ -38,6 +41,8 @@ class Parts:
         resampler: further prompts in place of dead groups.
         update: collects micro-batches and computes the step in bins.
         optimizer_reset: empties the optimizer after a generation batch; ``None`` where it is not asked for.
+        reference: the reference that follows the policy, and its way through checkpoints.
+        kl: β of the KL in the reward.
         generation_buffer: the open generation batch, in checkpoints.
         keeps_on_interrupt: Ctrl-C keeps a checkpoint.
         step_end_checkpoint: SIGTERM does, too.
@@ -56,10 +61,13 @@ class Parts:
         self.resampler = Resampler(trainer, trainer.lab_settings.update.max_rounds)
         self.update = ExactUpdate(trainer)
         self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
+        self.reference = MovingReference(trainer, given.args.reference_every)
+        self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
         self.keeps_on_interrupt = KeptOnInterrupt(trainer)
         self._call_back(trainer)
         self.step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(trainer)
+        self._only_model = bool(given.args.save_only_model)
         check_kl_in_reward(trainer)
         if trainer.use_vllm:
             trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
@@ -74,7 +82,31 @@ class Parts:
         first = trainer.callback_handler.callbacks
         if self.optimizer_reset is not None:
             first.insert(0, self.optimizer_reset)  # other callbacks see it done
-        first.insert(0, self.generation_buffer)  # others may write a checkpoint
+        for ours in (self.kl, self.reference, self.generation_buffer):
+            first.insert(0, ours)  # others may write a checkpoint
+
+    def before_generation(self, training: bool) -> None:
+        """Weights, optimizer and reference as the coming generation needs them."""
+        self.weight_schedules.apply()
+        if training:
+            self.reference.before_generation()
+        if training and self.optimizer_reset is not None:
+            self.optimizer_reset.before_generation()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """What a checkpoint needs beside TRL's files; called on every rank."""
+        self.prompts.save(folder)
+        self.generation_buffer.save(folder)
+        if not self._only_model:
+            self.reference.save(folder)
+            self.kl.save(folder)
+
+    def load(self, checkpoint: str | None) -> None:
+        """What ``save`` wrote; called on every rank before a training begins."""
+        self.prompts.load(checkpoint)
+        self.generation_buffer.load(checkpoint)
+        self.reference.load(checkpoint)
+        self.kl.load(checkpoint)
 
 
 def prove(trainer: Any) -> None:

@@ -153,6 +153,7 @@ class StepPort(Protocol):
     optimizer: Any
     train_dataset: Any
     is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
     current_gradient_accumulation_steps: Any
 
     # TRL's
@@ -160,6 +161,7 @@ class StepPort(Protocol):
     num_iterations: int
     max_completion_length: Any
     beta: float
+    ref_model: Any
     aux_loss_enabled: bool
     router_aux_loss_coef: float
     reward_funcs: list[Any]

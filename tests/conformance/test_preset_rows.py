@@ -46,7 +46,7 @@ def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
     """Three groups of two completions with the advantages of the preset's rule."""
     row = preset(name)
     batch = random_batch(seed, rows=6, ratio=row.ratio, empty_row=False)
-    return replace(batch, advantages=advantage_rule(row.advantage)(rewards, 2).unsqueeze(1))
+    return replace(batch, advantages=advantage_rule(row.advantage, **row.knobs)(rewards, 2).unsqueeze(1))
 
 
 REWARDS = torch.tensor([1.0, 0.0, 0.1, 0.1, 0.25, 2.0], dtype=torch.float64)
@@ -59,7 +59,7 @@ def gradient_of(objective: Objective, batch: TokenBatch) -> tuple[float, Tensor]
 
 
 def test_its_parts_exist(row: Preset) -> None:
-    advantage_rule(row.advantage)
+    advantage_rule(row.advantage, **row.knobs)
     surrogate(row.surrogate)
     aggregation(row.aggregation)
     assert row.ratio in RATIO_LEVELS
@@ -99,7 +99,7 @@ def test_it_has_a_page_that_names_its_parts_and_source(name: str, row: Preset) -
 def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: KLTerm | None) -> None:
     batch = batch_from_rewards(name, REWARDS)
     loss, gradient = gradient_of(objective(name, kl), batch)
-    expected = oracle.advantages(row.advantage, REWARDS.tolist(), 2)
+    expected = oracle.advantages(row.advantage, REWARDS.tolist(), 2, **row.knobs)
     rows = [replace(r, advantages=[a] * len(r.logps)) for r, a in zip(oracle_rows(batch), expected)]
     clip = {"clipped": {"low": 0.2, "high": HIGH.get(name, 0.2)}, "cispo": {"bound": 5.0}}.get(row.surrogate, {})
     value, slopes = oracle.loss_and_gradient(

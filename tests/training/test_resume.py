@@ -67,7 +67,14 @@ def noisy(module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
 
 
 def build(
-    folder: Path, kind: Any = LabTrainer, rows: int = 16, dropout: float = 0.0, noise: bool = False, **changes: Any
+    folder: Path,
+    kind: Any = LabTrainer,
+    rows: int = 16,
+    dropout: float = 0.0,
+    noise: bool = False,
+    model_of: Callable[[Path], Any] = lambda start: AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32),
+    peft_config: Any = None,
+    **changes: Any,
 ) -> Any:
     start = folder.parent / "start"  # a reference model is loaded from a folder
     if not start.exists():
@@ -75,7 +82,7 @@ def build(
         made.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(100, 160)]
         made.save_pretrained(start)
         tokenizer.save_pretrained(start)
-    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = model_of(start)
     if noise:
         model.get_input_embeddings().register_forward_hook(noisy)
     for module in model.modules():
@@ -93,6 +100,7 @@ def build(
         config(**arguments(folder, **{**written, **changes})),
         problems(rows),
         processing_class=AutoTokenizer.from_pretrained(start),
+        peft_config=peft_config,
     )
 
 

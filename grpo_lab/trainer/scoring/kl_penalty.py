@@ -18,6 +18,8 @@ from torch import Tensor
 
 from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable
+from grpo_lab.masked import masked_sum
+from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
 from grpo_lab.trainer.scoring.advantages import with_local_rows
@@ -28,6 +30,7 @@ from grpo_lab.trainer.step.old_policy import trl_log_probs
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.scoring.kl_control import KLController
 
 
 def check_kl_in_reward(trainer: StepPort) -> None:
@@ -48,19 +51,23 @@ def check_kl_in_reward(trainer: StepPort) -> None:
     )
 
 
-def penalise(trainer: StepPort, scored: Scored) -> Penalised:
+def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
     objective, table, to_go = trainer.algorithm.objective, scored.rewarded.table, None
     kl = None if objective is None else objective.kl_in_reward
-    if kl is not None:
+    beta = controller.coefficient
+    if kl is not None and beta is not None:
         mask = loss_mask(scored.batch)
-        of_tokens = _kl_of_tokens(trainer, scored.batch, kl, mask)
+        log_probs = _log_probs_of_both(trainer, scored.batch)
+        of_tokens = kl.of_tokens(*log_probs, mask)
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
-            table = _with_column(table, -kl.coefficient * penalty)
+            table = _with_column(table, -beta * penalty)
         else:
-            to_go = -kl.coefficient * reward_to_go(of_tokens, mask, kl.gamma)
+            to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
+        if controller.control is not None:
+            controller.charged(trainer.accelerator.gather(masked_sum(k1(*log_probs), mask, dim=-1)))
     mask_cut(trainer, scored)
     table = with_local_rows(trainer, scored, table)
     if to_go is not None and table.local is not None:
@@ -81,14 +88,13 @@ def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
     )
 
 
-def _kl_of_tokens(trainer: StepPort, batch: dict[str, Any], kl: Any, mask: Tensor) -> Tensor:
-    """float64 ``[B, T]``; needs the log-probs at generation, which are computed here where nobody has yet."""
+def _log_probs_of_both(trainer: StepPort, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """float64 ``[B, T]`` of policy and reference; those at generation are computed here where nobody has yet."""
     carried = Carried(batch)
     old = carried.old_logps
     if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
         old = _log_probs_at_generation(trainer, batch)
-    found: Tensor = kl.of_tokens(old.double(), batch["ref_per_token_logps"].double(), mask)
-    return found
+    return old.double(), batch["ref_per_token_logps"].double()
 
 
 @torch.no_grad()

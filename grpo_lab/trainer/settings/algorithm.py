@@ -11,7 +11,17 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.advantages import AdvantageRule
-from grpo_lab.objectives import PRESETS, RATIO_LEVELS, SURROGATES, KLTerm, Objective, aggregation, preset, surrogate
+from grpo_lab.objectives import (
+    PRESETS,
+    RATIO_LEVELS,
+    SURROGATES,
+    AdaptiveKL,
+    KLTerm,
+    Objective,
+    aggregation,
+    preset,
+    surrogate,
+)
 from grpo_lab.trainer.settings.knobs import (
     CLIP,
     advantage_choice,
@@ -129,7 +139,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     average = aggregation_from(chosen.aggregation or row.aggregation)
     refuse_two_rules(settings.advantage, chosen.advantage)
-    beside = chosen.advantage or row.advantage
+    beside = chosen.advantage or row.rule
     rule = advantage_from(settings.advantage, beside)
     objective = Objective(chosen.name or "custom", push, average, ratio, _kl_term(args, settings.kl))
     names = _names(objective, in_words_as(rule, advantage_choice(settings.advantage, beside)[0]))
@@ -203,6 +213,7 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
     gamma = 1.0 if chosen.gamma is None else chosen.gamma
+    control = None if chosen.target is None else AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
     return KLTerm(
         coefficient,
         chosen.estimator,
@@ -210,6 +221,7 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
         bool(chosen.ratio_weighted),
         per=chosen.per or "sequence",
         gamma=gamma,
+        control=control,
     )
 
 
@@ -217,7 +229,8 @@ def _kl_in_words(kl: KLTerm | None) -> str:
     if kl is None:
         return "none"
     tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
-    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}"
+    target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
+    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
 
 
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:

@@ -170,7 +170,7 @@ def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
     chosen = with_registered(settings).objective
     if chosen is not None:
         found["objective"] = surrogate_part(chosen)
-    beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").advantage
+    beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").rule
     name, _ = advantage_choice(settings.advantage, beside)
     if name is not None:
         found["advantage"] = _part(name, {**RULES, **TOKEN_RULES}, "advantage")

@@ -56,7 +56,8 @@ class AdvantageSettings:
 class KLSettings:
     """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting.
 
-    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1).
+    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1); ``target``, nats a
+    completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or ``horizon`` (``objectives.AdaptiveKL``).
     """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
@@ -65,6 +66,9 @@ class KLSettings:
     ratio_weighted: Switch | None = None
     per: str | None = None
     gamma: Number | None = None
+    target: Number | None = None
+    rate: Number | None = None
+    horizon: Number | None = None
 
     def __post_init__(self) -> None:
         if self.per is not None and self.placement == "loss":
@@ -73,6 +77,9 @@ class KLSettings:
             )
         if self.gamma is not None and self.per != "token":
             raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
+        for name in ("rate", "horizon"):
+            if getattr(self, name) is not None and self.target is None:
+                raise ValueError(f"`kl.{name}` has an effect only with `kl.target`; leave it out, or set a target")
 
 
 def _off(value: Any) -> Any:
@@ -162,7 +169,7 @@ def load_object(reference: str, setting: str) -> Any:
 
 
 #: what ``LabConfig`` adds to TRL's fields
-OUR_FIELDS: tuple[str, ...] = (*LabSettings.__dataclass_fields__, "reset_optimizer")
+OUR_FIELDS: tuple[str, ...] = (*LabSettings.__dataclass_fields__, "reset_optimizer", "reference_every")
 
 
 def named_by(part: Any) -> str:

@@ -6,6 +6,7 @@ that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl`
     names       what is overridden, called, read      forwards   log-probs in bins and what replaces TRL's
     gradients   backward, sharding, loading           logs       metrics and tables that TRL has written
     rewards     what TRL calls a reward               replace    a name stands for something else inside a block
+    reference   TRL's reference beside the policy
 """
 
 from grpo_lab.trainer.trl_bridge.forwards import (
@@ -40,6 +41,7 @@ from grpo_lab.trainer.trl_bridge.names import (
     is_multimodal,
     may_bring_images,
 )
+from grpo_lab.trainer.trl_bridge.reference import copy_to_reference, reference_tensors, whole_by_names
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
 from grpo_lab.trainer.trl_bridge.replace import replaced
 
@@ -53,6 +55,7 @@ __all__ = [
     "backbone",
     "backward",
     "completion_log_probs",
+    "copy_to_reference",
     "forget_sampling_metrics",
     "forwards_replaced",
     "is_compiled",
@@ -63,10 +66,12 @@ __all__ = [
     "positions_given",
     "put_aside",
     "reference_model_in_full",
+    "reference_tensors",
     "replace_logged_advantages",
     "replace_logged_rows",
     "replaced",
     "wants_old_log_probs",
+    "whole_by_names",
     "without_autocast",
     "without_checkpointing",
     "without_gradient_sync",
