@@ -38,6 +38,9 @@ FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
 """Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many windows, the halves
 differ by less than 2 standard errors (95%)."""
 
+FALLEN = 5.0
+"""Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it is asked at every window."""
+
 LENGTH_TIMES, LENGTH_WINDOWS = 1.5, 20
 """Length running away: as many times the first windows' length, after at least as many windows (fewer do not tell a reward that rises
 from noise), without more reward. Ours; that length alone grows, and of wrong answers, is the length bias of arXiv 2503.20783, App. C."""
@@ -208,13 +211,35 @@ def length_runs_away(history: History, facts: Facts) -> str | None:
     return f"length grew from {start:.0f} to {now:.0f} tokens and reward did not"
 
 
+def _late(history: History) -> tuple[list[float], int]:
+    """The rewards that ``reward_falls`` and ``reward_flat`` look at, and how many steps they span; nothing where they are too few."""
+    rows = last_steps(history, FLAT_STEPS, FLAT_WINDOWS)
+    series = values(rows, "reward")
+    return (series, step_of(rows[-1]) - step_of(rows[0])) if len(series) >= FLAT_WINDOWS else ([], 0)
+
+
+def reward_falls(history: History, facts: Facts) -> str | None:
+    series, steps = _late(history)
+    if not series or _dead(history) or rise_in_errors(series) > -FALLEN:
+        return None
+    half = len(series) // 2
+    early, late = sum(series[:half]) / half, sum(series[half:]) / (len(series) - half)
+    why = "expected where problems get harder or a penalty sets in"
+    return f"reward fell from {early:.3g} to {late:.3g} within {steps} steps ({why})"
+
+
 def reward_flat(history: History, facts: Facts) -> str | None:
     """Not where everything is dead or solved: that has a row of its own, or needs none (a reward that never varies)."""
+<<<<<<< ours
     series = values(last_steps(history, FLAT_STEPS), "reward")
     if len(series) < FLAT_WINDOWS or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
+=======
+    series, steps = _late(history)
+    if not series or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
+>>>>>>> theirs
         return None
     level = sum(series) / len(series)
-    return f"reward has been flat at {level:.3g} for {FLAT_STEPS} steps (fine if that is all there is to gain)"
+    return f"reward has been flat at {level:.3g} for {steps} steps (fine if that is all there is to gain)"
 
 
 def zero_loss(history: History, facts: Facts) -> str | None:
@@ -243,6 +268,7 @@ RULES: tuple[Rule, ...] = (
         length_runs_away,
         "objective (dr_grpo has no length bias), rewards (soft_overlong, kimi_length)",
     ),
+    Rule("reward falls", reward_falls, "learning_rate, beta, data (difficulty), the rewards and their schedules"),
     Rule("reward flat", reward_flat, "learning_rate, data (difficulty), num_generations, temperature"),
     Rule("loss 0", zero_loss, "none", healthy=True),
 )

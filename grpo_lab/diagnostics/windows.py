@@ -55,12 +55,13 @@ def step_of(window: Window) -> int:
     return int(number(window, "step") or 0)
 
 
-def last_steps(history: History, steps: int) -> History:
-    """The windows of the last ``steps`` optimizer steps; empty where the history does not reach back as far."""
-    if not history or step_of(history[-1]) - step_of(history[0]) < steps:
+def last_steps(history: History, steps: int, windows: int) -> History:
+    """The windows of the last ``steps`` optimizer steps, and at least ``windows`` of them; empty where the history does not reach back
+    as far."""
+    if len(history) < windows or step_of(history[-1]) - step_of(history[0]) < steps:
         return []
     first = step_of(history[-1]) - steps
-    back = len(history)
+    back = len(history) - windows
     while back and step_of(history[back - 1]) >= first:
         back -= 1
     return history[back:]

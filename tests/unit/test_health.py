@@ -101,8 +101,9 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
             [{**row, "reward": 0.3 + 0.01 * i} for i, row in enumerate(grown("completions/mean_length", 16, 33, 20))],
         ],
     ),
+    "reward falls": ([noisy(12, last=-0.2), noisy(10, last=-0.2, every=50)], [noisy(12, last=-0.02), noisy(8, last=-0.2, every=20)]),
     "reward flat": (
-        [noisy(12)],
+        [noisy(12), noisy(12, every=50)],
         [noisy(10), noisy(12, last=0.1), noisy(4, every=40), noisy(8, every=20), [{**row, **DEAD} for row in noisy(12)]],
     ),
     "loss 0": ([run(ZERO)], [run(), run(*[DEAD] * 3), run({"loss": math.nan})]),
@@ -158,6 +159,13 @@ def test_the_line_names_what_was_seen_and_the_settings() -> None:
     healthy = diagnose(run({"reward": 0.8})).line
     assert healthy == "step 4: healthy (reward 0.6, first 0.5; length 100; entropy 0.4)"  # (0.5 + 0.5 + 0.8) / 3
     assert "\n" not in line + healthy
+
+
+def test_where_windows_are_long_ten_of_them_are_looked_at() -> None:
+    # windows 3 to 12, steps 150 to 600; 2.5 cycles of NOISY have mean (2 * 2.02 + 0.98) / 10
+    assert "flat at 0.502 for 450 steps" in diagnose(noisy(12, every=50)).line
+    # first half (NOISY, 0.50): mean 0.504; second (0.54, 0.46, 0.52, 0.50, 0.54) - 0.2: 0.312
+    assert "reward fell from 0.504 to 0.312 within 450 steps" in diagnose(noisy(10, last=-0.2, every=50)).line
 
 
 def test_no_window_is_an_error() -> None:
