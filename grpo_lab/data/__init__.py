@@ -1,4 +1,4 @@
-"""Rows for training and evaluation: real data sets, made word problems, and the prompts around their questions.
+"""Rows for training and evaluation: real data sets, made word problems, numbers to be sorted, and the prompts around their questions.
 
 Every loader gives a ``datasets.Dataset`` with the columns ``prompt`` (text or message list), ``solution`` (the final
 answer as text), ``question``, ``template`` (name of the prompt template), and more. Importing this room loads neither
@@ -9,12 +9,14 @@ from grpo_lab.data.file import load_file
 from grpo_lab.data.gsm8k import load_gsm8k
 from grpo_lab.data.math import load_math
 from grpo_lab.data.prompts import TEMPLATES, ChatTemplate, TextTemplate, apply_template, find_template
+from grpo_lab.data.sorting import SORTING_SPLITS, sorting
 from grpo_lab.data.word_problem_families import FAMILIES
 from grpo_lab.data.word_problem_stories import WordProblem
 from grpo_lab.data.word_problems import iter_word_problems, word_problems
 
 __all__ = [
     "FAMILIES",
+    "SORTING_SPLITS",
     "TEMPLATES",
     "ChatTemplate",
     "TextTemplate",
@@ -25,5 +27,6 @@ __all__ = [
     "load_file",
     "load_gsm8k",
     "load_math",
+    "sorting",
     "word_problems",
 ]

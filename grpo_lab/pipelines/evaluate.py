@@ -15,6 +15,7 @@ from typing import Any
 from grpo_lab.pipelines.kept import Kept
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
+from grpo_lab.pipelines.parts import MADE
 from grpo_lab.pipelines.recipe import DataSection, EvaluationSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.reading import read
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("model", help="folder or hub name")
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--data", help="file, gsm8k, math or word_problems (or give --like)", **given)
+    rows.add_argument("--data", help="file, gsm8k, math, sorting or word_problems (or give --like)", **given)
     rows.add_argument(
         "--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed"
     )
@@ -65,12 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--split",
         help="default: test. gsm8k: train, test; math: of its source; file: the file's stem in a folder; "
-        f"word_problems: {', '.join(SPLITS)}",
+        f"sorting, word_problems: {', '.join(SPLITS)}",
         **given,
     )
     rows.add_argument("--template", help=f"prompt template: {', '.join(TEMPLATES)} (default: chat)", **given)
     rows.add_argument(
-        "--limit", type=_at_least_one, help="problems at most (word_problems: how many are made)", **given
+        "--limit", type=_at_least_one, help="problems at most (sorting, word_problems: how many are made)", **given
     )
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
@@ -143,7 +144,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
     rows |= {name: said[name] for name in ("split", "source") if name in said}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
-            "give one of --data (file, gsm8k, math, word_problems) and --like (a run's folder, or a recipe)"
+            "give one of --data (file, gsm8k, math, sorting, word_problems) and --like (a run's folder, or a recipe)"
         )
     if known.like is not None:
         like = held_out_like(known.like)
@@ -158,7 +159,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
     else:
         plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), batch_size=64), 512, 0)
         written = {"loader": said["data"], "split": "test"}
-        if said["data"] == "word_problems":
+        if said["data"] in MADE:
             written["n"] = said.get("limit", WORD_PROBLEMS)
     written = {**written, **rows, **{name: said[name] for name in ("template", "limit") if name in said}}
     section = replace(plan.section, data=with_every_argument(read(DataSection, written, "--data")))

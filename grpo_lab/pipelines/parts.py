@@ -26,7 +26,15 @@ from grpo_lab.reading import hints_of, typed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", "word_problems": "word_problems"}
+LOADERS = {
+    "file": "load_file",
+    "gsm8k": "load_gsm8k",
+    "math": "load_math",
+    "sorting": "sorting",
+    "word_problems": "word_problems",
+}
+MADE = ("sorting", "word_problems")
+"""Loaders whose rows come from nowhere: they need no source, and can be looked at by a dry run."""
 REWARDS = {
     "accuracy": "AccuracyReward",
     "boxed": "BoxedReward",

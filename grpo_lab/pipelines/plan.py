@@ -96,7 +96,7 @@ def _rows(section: DataSection, where: str, reward: RewardSection | None = None)
     try:
         rows = parts.load_rows(section, where)
     except (ValueError, OSError):
-        if section.loader == "word_problems" or (source is not None and Path(str(source)).expanduser().exists()):
+        if section.loader in parts.MADE or (source is not None and Path(str(source)).expanduser().exists()):
             raise
         if source is not None and (str(source).count("/") != 1 or Path(str(source)).suffix):
             raise

@@ -70,7 +70,7 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``word_problems``) with the loader's own arguments.
+    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``sorting``, ``word_problems``) with the loader's own arguments.
 
     Args:
         loader: which loader of ``grpo_lab.data``.

@@ -21,5 +21,5 @@ def may_be_elsewhere(section: Any, error: Exception) -> bool:
     """Whether ``error`` says only that the rows are not here, and not that the section is wrong."""
     source = section.arguments.get("source")
     unknown = section.loader not in parts.LOADERS or isinstance(error.__cause__, TypeError)
-    here = section.loader in ("word_problems", "file") or (source is not None and parts.looks_local(str(source)))
+    here = section.loader in (*parts.MADE, "file") or (source is not None and parts.looks_local(str(source)))
     return not (unknown or here or parts.is_local(source))
