@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
@@ -85,8 +86,9 @@ def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The last line of each step, in order: a run that was killed and goes on writes some again."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    """The last line of each step, in order: a run that was killed and goes on writes some again, and leaves half of one."""
+    text = file.read_text() if file.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
@@ -99,25 +101,55 @@ def points_of(folder: Path, completions: int) -> list[Point]:
     log = read_lines(folder / "metrics.jsonl")
     found = []
     for point in read_lines(folder / "points.jsonl"):
-        lengths = [row["completions/mean_length"] for row in log if row["step"] <= point["step"] and "completions/mean_length" in row]
+        lengths = [
+            row["completions/mean_length"]
+            for row in log
+            if row["step"] <= point["step"] and "completions/mean_length" in row
+        ]
         found.append({**point, "tokens": round(sum(lengths) * completions)})
+    return found
+
+
+def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new_tokens: int) -> list[Point]:
+    """Points of `grpo-lab rounds`: the start, every checkpoint of every round's training, and each round's model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = parts.load_rows(read(DataSection, dict(data), "data"), "data")
+    reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    spent = json.loads((folder / "run.json").read_text())["seconds"]
+
+    def point(model: Path, step: float, tokens: float, seconds: float) -> Point:
+        loaded = AutoModelForCausalLM.from_pretrained(model)
+        accuracy = held_out(loaded, tokenizer, rows, reward, max_new_tokens)
+        return {"step": step, "tokens": tokens, "accuracy": accuracy, "seconds": seconds}
+
+    found = [point(start, 0, 0, 0.0)]
+    for line in [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]:
+        number, steps = line["round"], line["steps"]
+        if number == 0:
+            continue
+        model, before = folder / f"round-{number}" / "model", line["steps_total"] - steps
+        sampling = sum(spent.get(f"round {number}, {part}", 0.0) for part in ("sample", "select"))
+        began, training = found[-1]["seconds"] + sampling, spent.get(f"round {number}, train", 0.0)
+        kept = sorted(int(one.name.split("-")[-1]) for one in model.glob("checkpoint-*"))
+        for step in [*(one for one in kept if one < steps), steps]:
+            at = model if step == steps else model / f"checkpoint-{step}"
+            found.append(point(at, before + step, line["tokens_total"], began + training * step / steps))
     return found
 
 
 def smoothness(points: Sequence[Point]) -> float:
     """Variance of the differences of accuracy from point to point, in points² (accuracy in %): 0 for a straight line."""
     values = [100 * point["accuracy"] for point in points]
-    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(values)]
     return pvariance(steps) if steps else math.nan
 
 
 def at_tokens(points: Sequence[Point], tokens: float) -> float:
-    """Accuracy after ``tokens`` generated tokens, between two points on a straight line; NaN beyond the last."""
-    for before, after in zip(points, points[1:], strict=False):
-        if before["tokens"] <= tokens <= after["tokens"]:
-            share = (tokens - before["tokens"]) / max(after["tokens"] - before["tokens"], 1)
-            return before["accuracy"] + share * (after["accuracy"] - before["accuracy"])
-    return math.nan
+    """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer were generated in all."""
+    reached = [point["accuracy"] for point in points if point["tokens"] <= tokens]
+    return reached[-1] if reached and points[-1]["tokens"] >= tokens else math.nan
 
 
 def spread(values: Sequence[float]) -> str:

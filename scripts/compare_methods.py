@@ -26,38 +26,52 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import COLOURS, HeldOut, at_tokens, points_of, shared_start, smoothness, spread
+from arm_runs import (
+    COLOURS,
+    HeldOut,
+    at_tokens,
+    points_of,
+    points_of_rounds,
+    shared_start,
+    smoothness,
+    spread,
+)
 
 from grpo_lab.atomic import write_whole_text
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import Recipe, read_recipe
+from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "recipes/quickstart/dr_grpo.yaml"
 ACCURACY = {"name": "accuracy", "mode": "strict"}
-COMPLETIONS = 256
-"""Completions a step of any arm: 32 problems x 8."""
-HELD_OUT = 300
+PROBLEMS, EACH = 32, 8
+"""Problems of a batch of completions, and completions of each."""
+TOKENS = 56
+"""Longest completion; the longest solution has 45."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A recipe with changes; ``updates`` optimizer steps to a batch of completions."""
+    """A recipe with changes. ``updates``: optimizer steps a batch of completions; ``rounds``: into how many rounds the batches are put."""
 
     recipe: str = QUICK
     changes: Mapping[str, Any] = field(default_factory=dict)
     updates: int = 1
+    rounds: int = 1
     trained_by: str = "trainer"
 
 
 def _kimi(**changes: Any) -> Arm:
-    two = {"per_device_train_batch_size": COMPLETIONS // 2, "steps_per_generation": 2}
+    two = {"per_device_train_batch_size": PROBLEMS * EACH // 2, "steps_per_generation": 2}
     return Arm(changes={"objective": {"name": "mirror_descent", "tau": 0.1}, **two, **changes}, updates=2)
 
 
 ARMS: dict[str, Arm] = {
     "SFT": Arm(trained_by="solutions"),
+    "RFT": Arm("recipes/quickstart/rft.yaml", trained_by="rounds"),
+    "Online RFT": Arm("recipes/quickstart/online_rft.yaml", rounds=10, trained_by="rounds"),
+    "Expert Iteration": Arm("recipes/quickstart/expert_iteration.yaml", rounds=3, trained_by="rounds"),
     "GRPO, outcome": Arm(changes={"objective": "grpo", "rewards": [ACCURACY]}),
     "GRPO, process": Arm(
         changes={
@@ -82,11 +96,19 @@ def main() -> None:
     parser.add_argument("comparison", choices=[*COMPARISONS, "all"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), help="only these")
-    parser.add_argument("--steps", type=int, default=60, help=f"batches of {COMPLETIONS} completions")
-    parser.add_argument("--every", type=int, default=5, help="steps from one held-out measurement to the next")
+    parser.add_argument("--steps", type=int, default=60, help=f"batches of {PROBLEMS} x {EACH} completions")
+    parser.add_argument("--every", type=int, default=5, help="batches from one held-out measurement to the next")
+    parser.add_argument("--held-out", type=int, default=300, help="held-out problems of a measurement")
     parser.add_argument("--folder", type=Path, default=Path("runs/compare/methods"))
     parser.add_argument("--jobs", type=int, default=1, help="arms side by side")
-    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="for every arm")
+    parser.add_argument(
+        "--set",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="for the start and the arms of a trainer",
+    )
     parser.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run_one:
@@ -111,7 +133,12 @@ def run_all(arms: Sequence[str], args: argparse.Namespace) -> list[str]:
 
 def in_own_process(arm: str, seed: int, args: argparse.Namespace) -> str | None:
     """Why the arm has no record after this; None if it has."""
-    settings = [f"--steps={args.steps}", f"--every={args.every}", f"--folder={args.folder}"]
+    settings = [
+        f"--steps={args.steps}",
+        f"--every={args.every}",
+        f"--held-out={args.held_out}",
+        f"--folder={args.folder}",
+    ]
     settings += [word for pair in args.set for word in ("--set", *pair)]
     log = folder_of(arm, seed, args).with_suffix(".log")
     print(f"{arm}, seed {seed} ... ({log})", flush=True)
@@ -141,12 +168,32 @@ def by_trainer(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> l
     changes |= {"output_dir": str(output), "name": output.name, "seed": seed, "data.seed": seed, "disable_tqdm": True}
     changes |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": 1, "logging_steps": 1}
     watch = {"name": "arm_runs:HeldOut", "file": str(output / "points.jsonl"), "every": every}
-    changes["callbacks"] = [{**watch, "data": held_out_rows(), "max_new_tokens": 56}]
+    changes["callbacks"] = [{**watch, "data": held_out_rows(args), "max_new_tokens": TOKENS}]
     recipe = read_recipe(ROOT / arm.recipe, changes)
     resume = (output / "run.json").is_file()
     train(recipe, overwrite=not resume, resume=resume)
     made = parts.lab_config(parts.numbers_read(recipe)).generation_batch_size
-    return [{**point, "step": point["step"] / arm.updates} for point in points_of(output, made)]
+    return points_of(output, made)
+
+
+def by_rounds(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+    """``grpo-lab rounds``: the same number of completions, sampled in ``arm.rounds`` parts; goes on by itself."""
+    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
+    from grpo_lab.pipelines.run_rounds import run_rounds
+
+    start = args.folder / "cold_start"
+    changes = {"model": {"path": str(start)}, "cold_start": None, "evaluation": None, "output_dir": str(output)}
+    changes |= {
+        "seed": seed,
+        "data.seed": seed,
+        "n_samples": EACH,
+        "rounds.count": arm.rounds,
+        "training.disable_tqdm": True,
+    }
+    changes |= {"rounds.questions": max(1, args.steps * PROBLEMS // arm.rounds), **arm.changes}
+    changes |= {"training.save_strategy": "steps", "training.save_steps": args.every, "training.save_only_model": True}
+    run_rounds(read_rounds_recipe(ROOT / arm.recipe, changes))
+    return points_of_rounds(output, start, held_out_rows(args), TOKENS)
 
 
 def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -154,28 +201,44 @@ def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) ->
     from grpo_lab.trainer.supervised.cold_start import cold_start
 
     recipe = read_recipe(ROOT / arm.recipe, {**changes_of_all(args), "data.seed": seed})
-    model, tokenizer = parts.load_model(read_recipe(ROOT / QUICK, {"model": {"path": str(args.folder / "cold_start")}}).model, seed)
+    model, tokenizer = parts.load_model(
+        read_recipe(ROOT / QUICK, {"model": {"path": str(args.folder / "cold_start")}}).model, seed
+    )
     output.mkdir(parents=True, exist_ok=True)
     (output / "points.jsonl").unlink(missing_ok=True)
-    watch = HeldOut(str(output / "points.jsonl"), args.every, held_out_rows(), 56)
-    settings = {"per_device_train_batch_size": 64, "learning_rate": 1.0e-3, "lr_scheduler_type": "linear", "adam_beta2": 0.95}
+    watch = HeldOut(str(output / "points.jsonl"), args.every, held_out_rows(args), TOKENS)
+    settings = {
+        "per_device_train_batch_size": 64,
+        "learning_rate": 1.0e-3,
+        "lr_scheduler_type": "linear",
+        "adam_beta2": 0.95,
+    }
     settings |= {"max_steps": args.steps, "max_length": 256, "gradient_checkpointing": False, "logging_steps": 1}
     settings |= {"seed": seed, "use_cpu": True, "bf16": False, "disable_tqdm": True}
     cold_start(model, tokenizer, parts.load_rows(recipe.data), output, settings, [watch])
     return points_of(output, 0)
 
 
-TRAINED_BY: dict[str, Callable[..., list[dict[str, float]]]] = {"trainer": by_trainer, "solutions": by_solutions}
+TRAINED_BY: dict[str, Callable[..., list[dict[str, float]]]] = {
+    "trainer": by_trainer,
+    "rounds": by_rounds,
+    "solutions": by_solutions,
+}
 
 
 def changes_of_all(args: argparse.Namespace) -> dict[str, Any]:
     return {key: json.loads(value) for key, value in args.set}
 
 
-def held_out_rows() -> dict[str, Any]:
+def held_out_rows(args: argparse.Namespace) -> dict[str, Any]:
     section = read_recipe(ROOT / QUICK).evaluation
     assert section is not None
-    return {"loader": section.data.loader, "template": section.data.template, **section.data.arguments, "n": HELD_OUT}
+    return {
+        "loader": section.data.loader,
+        "template": section.data.template,
+        **section.data.arguments,
+        "n": args.held_out,
+    }
 
 
 def folder_of(arm: str, seed: int, args: argparse.Namespace) -> Path:
@@ -207,9 +270,17 @@ def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
     curves = {arm: [run["points"] for run in runs] for arm, runs in found.items()}
     shared = min((p[-1]["tokens"] for runs in curves.values() for p in runs if p[-1]["tokens"]), default=math.nan)
     heads = ("held-out accuracy at the end", f"after {shared / 1e3:,.0f} k generated tokens", "mean over the steps")
-    heads += ("generated tokens, k", "variance of differences, points²", "seconds of training", "memory above the libraries, MiB")
+    heads += (
+        "generated tokens, k",
+        "variance of differences, points²",
+        "seconds of training",
+        "memory above the libraries, MiB",
+    )
     lines = [f"| arm | seeds | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
-    lines.append(f"| (start) | – | {spread([runs[0][0]['accuracy'] for runs in list(curves.values())[:1]])} |" + " – |" * (len(heads) - 1))
+    lines.append(
+        f"| (start) | – | {spread([runs[0][0]['accuracy'] for runs in list(curves.values())[:1]])} |"
+        + " – |" * (len(heads) - 1)
+    )
     for arm, runs in curves.items():
         figures = [
             spread([p[-1]["accuracy"] for p in runs]),
@@ -232,15 +303,34 @@ def draw(found: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 3.6), sharey=True)
-    for axis, (name, unit, title) in zip(axes, (("step", 1, f"batches of {COMPLETIONS} completions"), ("tokens", 1e6, "generated tokens, millions")), strict=True):
+    for axis, (name, unit, title) in zip(
+        axes, (("step", 1, "optimizer steps"), ("tokens", 1e6, "generated tokens, millions")), strict=True
+    ):
         for colour, (arm, runs) in zip(COLOURS, found.items(), strict=False):
             if name == "tokens" and not runs[0]["points"][-1]["tokens"]:
-                axis.axhline(fmean(run["points"][-1]["accuracy"] for run in runs), color=colour, linestyle=":", label=f"{arm} (generates nothing)")
+                axis.axhline(
+                    fmean(run["points"][-1]["accuracy"] for run in runs),
+                    color=colour,
+                    linestyle=":",
+                    label=f"{arm} (generates nothing)",
+                )
                 continue
             for run in runs:
-                axis.plot([p[name] / unit for p in run["points"]], [p["accuracy"] for p in run["points"]], color=colour, alpha=0.35, linewidth=0.8)
+                axis.plot(
+                    [p[name] / unit for p in run["points"]],
+                    [p["accuracy"] for p in run["points"]],
+                    color=colour,
+                    alpha=0.35,
+                    linewidth=0.8,
+                )
             at = list(zip(*(run["points"] for run in runs), strict=False))
-            axis.plot([fmean(p[name] / unit for p in one) for one in at], [fmean(p["accuracy"] for p in one) for one in at], color=colour, linewidth=2, label=arm)
+            axis.plot(
+                [fmean(p[name] / unit for p in one) for one in at],
+                [fmean(p["accuracy"] for p in one) for one in at],
+                color=colour,
+                linewidth=2,
+                label=arm,
+            )
         axis.set(xlabel=title)
         axis.grid(alpha=0.25)
     axes[0].set(ylabel="held-out accuracy, greedy")
