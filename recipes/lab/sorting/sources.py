@@ -38,8 +38,8 @@ class Net(nn.Module):
         return self.to_vocabulary(torch.einsum("be,lef->blf", one, self.decode)).log_softmax(-1)
 
 
-def train(seed: int, kind: str = "inclusion_ordering") -> list[dict[str, float]]:
-    """Mean rewards of each iteration's samples, by every kind; ``kind`` is the one that pays."""
+def train(seed: int, kind: str = "inclusion_ordering") -> tuple[list[dict[str, float]], list[list[str]]]:
+    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and eight samples of the last, with theirs."""
     torch.manual_seed(seed)
     net, rewards = Net(), {name: SortingReward(name) for name in KINDS}
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)
@@ -67,7 +67,8 @@ def train(seed: int, kind: str = "inclusion_ordering") -> list[dict[str, float]]
             optimizer.zero_grad()
             OBJECTIVE.loss(batch, counts).backward()
             optimizer.step()
-    return curve
+    some = range(0, 8 * EACH, EACH)  # the first answer to each of eight prompts
+    return curve, [[str(prompts[i].tolist()), texts[i], *(f"{scores[kind][i]:.0f}" for kind in KINDS)] for i in some]
 
 
 def main() -> None:
@@ -75,10 +76,14 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="the reward that pays")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
-    curves = [train(seed, args.kind) for seed in args.seeds]
+    runs = [train(seed, args.kind) for seed in args.seeds]
+    curves = [curve for curve, _ in runs]
     print(f"paid by {args.kind}, mean of {len(curves)} seeds\niteration " + " ".join(f"{name:>28s}" for name in KINDS))
     for at in (0, 40, 80, 120, 160, 199):
         print(f"{at:9d} " + " ".join(f"{fmean(curve[at][name] for curve in curves):28.3f}" for name in KINDS))
+    print(f"\neight answers after it, seed {args.seeds[0]}: prompt, answer, rewards in the same order")
+    for row in runs[0][1]:
+        print("  ".join(row))
 
 
 if __name__ == "__main__":
