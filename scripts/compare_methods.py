@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import subprocess
 import sys
@@ -23,19 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from arm_runs import (
-    COLOURS,
-    HeldOut,
-    at_tokens,
-    points_of,
-    points_of_rounds,
-    shared_start,
-    smoothness,
-    spread,
-)
+from arm_report import draw, table
+from arm_runs import HeldOut, points_of, points_of_rounds, shared_start
 
 from grpo_lab.atomic import write_whole_text
 from grpo_lab.pipelines import parts
@@ -70,7 +60,7 @@ def _kimi(**changes: Any) -> Arm:
 ARMS: dict[str, Arm] = {
     "SFT": Arm(trained_by="solutions"),
     "RFT": Arm("recipes/quickstart/rft.yaml", trained_by="rounds"),
-    "Online RFT": Arm("recipes/quickstart/online_rft.yaml", rounds=10, trained_by="rounds"),
+    "Online RFT": Arm("recipes/quickstart/online_rft.yaml", rounds=12, trained_by="rounds"),
     "Expert Iteration": Arm("recipes/quickstart/expert_iteration.yaml", rounds=3, trained_by="rounds"),
     "GRPO, outcome": Arm(changes={"objective": "grpo", "rewards": [ACCURACY]}),
     "GRPO, process": Arm(
@@ -96,7 +86,7 @@ def main() -> None:
     parser.add_argument("comparison", choices=[*COMPARISONS, "all"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), help="only these")
-    parser.add_argument("--steps", type=int, default=60, help=f"batches of {PROBLEMS} x {EACH} completions")
+    parser.add_argument("--steps", type=int, default=48, help=f"batches of {PROBLEMS} x {EACH} completions")
     parser.add_argument("--every", type=int, default=5, help="batches from one held-out measurement to the next")
     parser.add_argument("--held-out", type=int, default=300, help="held-out problems of a measurement")
     parser.add_argument("--folder", type=Path, default=Path("runs/compare/methods"))
@@ -209,7 +199,7 @@ def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) ->
     watch = HeldOut(str(output / "points.jsonl"), args.every, held_out_rows(args), TOKENS)
     settings = {
         "per_device_train_batch_size": 64,
-        "learning_rate": 1.0e-3,
+        "learning_rate": 5.0e-4,
         "lr_scheduler_type": "linear",
         "adam_beta2": 0.95,
     }
@@ -263,81 +253,6 @@ def report(comparison: str, args: argparse.Namespace) -> None:
     write_whole_text(args.folder / f"{comparison}.md", written + "\n")
     write_whole_text(args.folder / f"{comparison}.json", json.dumps(found, indent=1))
     draw(found, args.folder / f"{comparison}.png")
-
-
-def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    """One line an arm; mean ± 95% interval over seeds (Student's t), and the seeds."""
-    curves = {arm: [run["points"] for run in runs] for arm, runs in found.items()}
-    shared = min((p[-1]["tokens"] for runs in curves.values() for p in runs if p[-1]["tokens"]), default=math.nan)
-    heads = ("held-out accuracy at the end", f"after {shared / 1e3:,.0f} k generated tokens", "mean over the steps")
-    heads += (
-        "generated tokens, k",
-        "variance of differences, points²",
-        "seconds of training",
-        "memory above the libraries, MiB",
-    )
-    lines = [f"| arm | seeds | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
-    lines.append(
-        f"| (start) | – | {spread([runs[0][0]['accuracy'] for runs in list(curves.values())[:1]])} |"
-        + " – |" * (len(heads) - 1)
-    )
-    for arm, runs in curves.items():
-        figures = [
-            spread([p[-1]["accuracy"] for p in runs]),
-            spread([at_tokens(p, shared) for p in runs]),
-            spread([fmean(one["accuracy"] for one in p[1:] or p) for p in runs]),
-            f"{fmean(p[-1]['tokens'] for p in runs) / 1e3:,.0f}",
-            f"{fmean(smoothness(p) for p in runs):.1f}",
-            f"{fmean(p[-1]['seconds'] for p in runs):.0f}",
-            f"{fmean(run['memory_mib'] for run in found[arm]):.0f}",
-        ]
-        lines.append(f"| {arm} | {len(runs)} | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
-def draw(found: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
-    """Held-out accuracy over steps and over generated tokens: thin lines the seeds, thick their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 3.6), sharey=True)
-    for axis, (name, unit, title) in zip(
-        axes, (("step", 1, "optimizer steps"), ("tokens", 1e6, "generated tokens, millions")), strict=True
-    ):
-        for colour, (arm, runs) in zip(COLOURS, found.items(), strict=False):
-            if name == "tokens" and not runs[0]["points"][-1]["tokens"]:
-                axis.axhline(
-                    fmean(run["points"][-1]["accuracy"] for run in runs),
-                    color=colour,
-                    linestyle=":",
-                    label=f"{arm} (generates nothing)",
-                )
-                continue
-            for run in runs:
-                axis.plot(
-                    [p[name] / unit for p in run["points"]],
-                    [p["accuracy"] for p in run["points"]],
-                    color=colour,
-                    alpha=0.35,
-                    linewidth=0.8,
-                )
-            at = list(zip(*(run["points"] for run in runs), strict=False))
-            axis.plot(
-                [fmean(p[name] / unit for p in one) for one in at],
-                [fmean(p["accuracy"] for p in one) for one in at],
-                color=colour,
-                linewidth=2,
-                label=arm,
-            )
-        axis.set(xlabel=title)
-        axis.grid(alpha=0.25)
-    axes[0].set(ylabel="held-out accuracy, greedy")
-    axes[1].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":
