@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import COLOURS, at_tokens, smoothness, spread
+from arm_runs import COLOURS, at_tokens, pyplot_if_there, smoothness, spread
 
 Found = Mapping[str, list[dict[str, Any]]]
 """Arm → its records, one a seed."""
@@ -46,40 +46,20 @@ def table(found: Found) -> str:
 
 def draw(found: Found, path: Path) -> None:
     """Held-out accuracy over steps and over generated tokens: thin lines the seeds, thick their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 3.6), sharey=True)
-    for axis, (name, unit, title) in zip(
+    for axis, (over, unit, title) in zip(
         axes, (("step", 1, "optimizer steps"), ("tokens", 1e6, "generated tokens, millions")), strict=True
     ):
         for colour, (arm, runs) in zip(COLOURS, found.items(), strict=False):
-            if name == "tokens" and not runs[0]["points"][-1]["tokens"]:
-                axis.axhline(
-                    fmean(run["points"][-1]["accuracy"] for run in runs),
-                    color=colour,
-                    linestyle=":",
-                    label=f"{arm} (generates nothing)",
-                )
-                continue
-            for run in runs:
-                axis.plot(
-                    [p[name] / unit for p in run["points"]],
-                    [p["accuracy"] for p in run["points"]],
-                    color=colour,
-                    alpha=0.35,
-                    linewidth=0.8,
-                )
-            at = list(zip(*(run["points"] for run in runs), strict=False))
-            axis.plot(
-                [fmean(p[name] / unit for p in one) for one in at],
-                [fmean(p["accuracy"] for p in one) for one in at],
-                color=colour,
-                linewidth=2,
-                label=arm,
-            )
+            curves = [[(p[over] / unit, p["accuracy"]) for p in run["points"]] for run in runs]
+            if over == "tokens" and not runs[0]["points"][-1]["tokens"]:
+                last = fmean(curve[-1][1] for curve in curves)
+                axis.axhline(last, color=colour, linestyle=":", label=f"{arm} (generates nothing)")
+            else:
+                _lines(axis, curves, colour, arm)
         axis.set(xlabel=title)
         axis.grid(alpha=0.25)
     axes[0].set(ylabel="held-out accuracy, greedy")
@@ -87,3 +67,12 @@ def draw(found: Found, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _lines(axis: Any, curves: list[list[tuple[float, float]]], colour: str, arm: str) -> None:
+    """Seeds measured at different places (rounds of unequal length) are averaged place by place, as far as all of them go."""
+    for curve in curves:
+        axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8)
+    at = list(zip(*curves, strict=False))
+    mean = [(fmean(x for x, _ in one), fmean(y for _, y in one)) for one in at]
+    axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=arm)

@@ -152,6 +152,21 @@ def at_tokens(points: Sequence[Point], tokens: float) -> float:
     return reached[-1] if reached and points[-1]["tokens"] >= tokens else math.nan
 
 
+def pyplot_if_there(path: Path) -> Any:
+    """matplotlib's pyplot, drawing into files; None, and a line that says so, where matplotlib is not installed (the package does not need it)."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(
+            f"no figure {path}: matplotlib is not installed; with it, the same command draws from the records that are there"
+        )
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def spread(values: Sequence[float]) -> str:
     """Mean ± 95% interval (Student's t) and the single values; a seed without a number is left out."""
     values = [value for value in values if not math.isnan(value)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import COLOURS, shared_start, smooth, spread
+from arm_runs import COLOURS, pyplot_if_there, shared_start, smooth, spread
 
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
@@ -98,11 +98,9 @@ def eight(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """A panel for each reward that judges the samples, a line for each that pays."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     titles = dict(zip(KINDS, ("the formula's reward", "the code's reward", "places right", "sorted"), strict=True))
     figure, axes = pyplot.subplots(1, len(KINDS), figsize=(3.6 * len(KINDS), 3.2))
     for axis, (judge, title) in zip(axes, titles.items(), strict=True):
