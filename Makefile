@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts gpu-check clean
+.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ setup-vllm: setup  ## vLLM: the CPU build on a Linux machine without a GPU, else
 
 train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 	$(BIN)/grpo-lab train --config $(RECIPE) --overwrite
+
+lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick start's cold start -> runs/lab_smoke/table.md (~10 minutes)
+	$(BIN)/python scripts/lab_smoke.py
 
 # Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from arm_runs import COLOURS, shared_start, smooth, spread
+
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.evaluation.statistics import half_width_over_seeds
-from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import Recipe, read_recipe
 from grpo_lab.pipelines.train import train
 from grpo_lab.rewards import LanguageConsistencyReward
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     experiment = EXPERIMENTS[args.experiment]
     folder = args.folder / args.experiment
-    start = cold_start(experiment, folder)
+    start = shared_start(read_recipe(experiment.recipe), folder / "cold_start")
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in args.seeds:  # seed by seed, so that a stopped experiment still compares
         for arm in args.arms or experiment.arms:
@@ -82,22 +82,6 @@ def main() -> None:
     (folder / "arms.json").write_text(json.dumps(found, indent=1))
     draw(experiment, found, folder / "curves.png")
     print(f"curves: {folder / 'curves.png'}")
-
-
-def cold_start(experiment: Experiment, folder: Path) -> Path:
-    """The shared start, made once."""
-    from grpo_lab.trainer.supervised.cold_start import cold_start as supervised
-
-    start, recipe = folder / "cold_start", read_recipe(experiment.recipe)
-    if not (start / "config.json").is_file():
-        assert recipe.cold_start is not None
-        model, tokenizer = parts.load_model(recipe.model, 0)
-        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
-        settings = {"seed": 0, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
-        model = supervised(model, tokenizer, rows, start, settings)
-        model.save_pretrained(start)
-        tokenizer.save_pretrained(start)
-    return start
 
 
 def run_arm(
@@ -148,17 +132,6 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def spread(values: list[float]) -> str:
-    """Mean ± 95% interval and the single values; a seed without a right answer has no length and is left out."""
-    values = [value for value in values if not math.isnan(value)]
-    if not values:
-        return "–"
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    half = half_width_over_seeds(values) or 0.0
-    return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{v:.3f}' for v in values)})"
-
-
 def draw(experiment: Experiment, found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """One panel a metric: thin lines the seeds (running mean of 10 batches), thick their mean."""
     import matplotlib
@@ -166,12 +139,11 @@ def draw(experiment: Experiment, found: dict[str, list[dict[str, Any]]], path: P
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = ["#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280"]
     figure, axes = pyplot.subplots(
         1, len(experiment.curves), figsize=(5.2 * len(experiment.curves), 3.4), squeeze=False
     )
     for axis, (title, metric) in zip(axes[0], experiment.curves.items(), strict=True):
-        for colour, (arm, runs) in zip(colours[: len(found)], found.items(), strict=True):
+        for colour, (arm, runs) in zip(COLOURS[: len(found)], found.items(), strict=True):
             curves = [smooth([v for v in run["curves"][metric] if v is not None]) for run in runs]
             curves = [curve for curve in curves if curve]
             for curve in curves:
@@ -183,10 +155,6 @@ def draw(experiment: Experiment, found: dict[str, list[dict[str, Any]]], path: P
         axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-
-
-def smooth(values: list[float], width: int = 10) -> list[float]:
-    return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from compare_arms import smooth, spread
+from arm_runs import shared_start, smooth, spread
 
-from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
 from grpo_lab.rewards import EquationSteps
 from grpo_lab.rewards.completion import completion_text
-from grpo_lab.trainer.supervised.cold_start import cold_start
 
 RECIPE = "recipes/quickstart/dr_grpo.yaml"
 ACCURACY = {"name": "accuracy", "mode": "strict"}
@@ -78,25 +76,15 @@ def main() -> None:
     draw(found, args.folder / "process.png")
 
 
-def shared_start(folder: Path) -> Path:
+def cold_start(folder: Path) -> Path:
     """The cold start that all runs begin from, made once."""
-    start = folder / "cold_start"
-    if not (start / "tokenizer_config.json").is_file():
-        seed = COLD_SEED
-        recipe = read_recipe(RECIPE, {"cold_start.data.seed": seed})
-        model, tokenizer = parts.load_model(recipe.model, seed)
-        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
-        cold_start(
-            model, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
-        )
-        tokenizer.save_pretrained(start)
-    return start
+    return shared_start(read_recipe(RECIPE, {"cold_start.data.seed": COLD_SEED}), folder / "cold_start", COLD_SEED)
 
 
 def run_arm(arm: str, seed: int, folder: Path, extra: dict[str, Any]) -> None:
     output = folder / f"{arm.replace(' ', '_')}-{seed}"
     settings = {"output_dir": str(output), "seed": seed, "data.seed": seed, "name": arm, "disable_tqdm": True}
-    settings |= {"model": {"path": str(shared_start(folder))}, "cold_start": None, **TRAINING, **extra}
+    settings |= {"model": {"path": str(cold_start(folder))}, "cold_start": None, **TRAINING, **extra}
     outcome = train(read_recipe(RECIPE, {**settings, **ARMS[arm]}), overwrite=True)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     curves = {metric: [row[metric] for row in rows if metric in row] for metric in CURVES.values()}

@@ -20,6 +20,7 @@ FROM_OUTSIDE = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "recipes/quickstart/README.md": "recipes/quickstart/README.md",
     "recipes/lab/misreading/README.md": "recipes/lab/misreading/README.md",
+    "recipes/lab/sorting/README.md": "recipes/lab/sorting/README.md",
 }
 _LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"^ *(`{3,}|~{3,})")

@@ -26,7 +26,13 @@ from grpo_lab.reading import hints_of, typed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MADE = {"word_problems": "accuracy", "coding_tasks": "code", "countdown": "countdown", "proofs": "proof"}
+MADE = {
+    "word_problems": "accuracy",
+    "coding_tasks": "code",
+    "countdown": "countdown",
+    "proofs": "proof",
+    "sorting": "sorting",
+}
 """Loaders that make their rows → the reward that judges them."""
 LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", **{name: name for name in MADE}}
 REWARDS = {

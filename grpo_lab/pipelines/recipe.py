@@ -71,7 +71,7 @@ class ModelSection:
 @settings(rest="arguments")
 class DataSection:
     """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, or one that makes them: ``word_problems``, ``coding_tasks``,
-    ``countdown``, ``proofs``) with the loader's own arguments.
+    ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
 
     Args:
         loader: which loader of ``grpo_lab.data``.

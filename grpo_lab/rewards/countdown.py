@@ -136,7 +136,8 @@ class CountdownReward:
                 f"got {len(completions)} completions, {len(numbers)} rows of numbers and {len(target)} targets; they must be one to one"
             )
         return [
-            self._score(completion_text(text), row, goal) for text, row, goal in zip(completions, numbers, target, strict=True)
+            self._score(completion_text(text), row, goal)
+            for text, row, goal in zip(completions, numbers, target, strict=True)
         ]
 
     def _score(self, text: str, numbers: Sequence[int], target: int | None) -> float | None:

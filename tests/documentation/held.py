@@ -9,6 +9,7 @@ from __future__ import annotations
 WHEEL = "tests/recipes/test_wheel.py::"
 EVALUATE = "tests/training/test_evaluate.py::"
 ROUNDS = "tests/training/test_rounds_run.py::"
+COMPARING = "tests/training/test_comparing_scripts.py::"
 CLI = "tests/unit/test_cli.py::"
 
 HELD: dict[str, str | tuple[str, str]] = {
@@ -48,6 +49,15 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python scripts/memory_table.py": "tests/unit/test_memory_table.py::test_the_docs_hold_what_the_script_prints",
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
+    "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
+    "python scripts/lab_smoke.py*": f"{COMPARING}test_smoke_of_two_presets",
+    "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
+    "python scripts/compare_sorting.py*": ("minutes", "an experiment: four runs of four minutes"),
+    "python recipes/lab/sorting/sources.py*": "tests/unit/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns",
+    "grpo-lab train --config recipes/lab/sorting/*": (
+        "minutes",
+        "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
+    ),
     "python scripts/compare_arms.py *": ("hours", "an experiment: 3 to 20 minutes a run, three seeds, up to five arms"),
     "python scripts/compare_curation.py *": ("hours", "an experiment: three seeds of several arms"),
     "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),

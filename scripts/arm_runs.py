@@ -1,0 +1,183 @@
+"""What the comparing scripts share: one cold start for all arms, held-out accuracy on the way, tokens from the log, intervals.
+
+The record that an arm leaves, whatever trained it, is ``arm.json``, a list of points: optimizer steps, generated tokens, held-out accuracy and seconds of
+training until then. It is written last and whole: an arm with a record is done, and one without goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+from transformers import TrainerCallback
+
+from grpo_lab.evaluation import evaluate
+from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
+from grpo_lab.reading import read
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
+Point = dict[str, float]
+
+
+def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
+    """The model after the recipe's cold start, which all arms begin from; made once (the tokenizer is written last)."""
+    from grpo_lab.trainer.supervised.cold_start import cold_start
+
+    if not (start / "tokenizer_config.json").is_file():
+        if recipe.cold_start is None:
+            raise ValueError(f"recipe {recipe.name!r} has no `cold_start` to share among the arms")
+        model, tokenizer = parts.load_model(recipe.model, seed)
+        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+        settings = {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
+        cold_start(model, tokenizer, rows, start, settings)
+        tokenizer.save_pretrained(start)
+    return start
+
+
+class HeldOut(TrainerCallback):  # type: ignore[misc]
+    """Greedy held-out accuracy before the first step and after every ``every``-th, into ``file`` (a line of JSON each).
+
+    Reads the model and leaves it, and all random states, as they were. ``seconds`` are those of training, evaluations left out.
+    """
+
+    def __init__(self, file: str, every: int, data: Mapping[str, Any], max_new_tokens: int) -> None:
+        self.file, self.every, self.max_new_tokens = Path(file), every, max_new_tokens
+        self.rows = parts.load_rows(read(DataSection, dict(data), "data"), "data")
+        self.reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+        self.began = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        before = [one for one in read_lines(self.file) if one["step"] <= state.global_step]
+        self.began = time.perf_counter() - (before[-1]["seconds"] if before else 0.0)
+        if state.global_step == 0:
+            self._measure(0, given)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._measure(state.global_step, given)
+
+    def _measure(self, step: int, given: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        accuracy = held_out(given["model"], given["processing_class"], self.rows, self.reward, self.max_new_tokens)
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": step, "accuracy": accuracy, "seconds": now - self.began}) + "\n")
+        self.began += time.perf_counter() - now
+
+
+def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens: int) -> float:
+    """Share of ``rows`` that a greedy answer gets right."""
+    policy = getattr(model, "policy", model)  # beside a value model
+    training = policy.training
+    policy.eval()
+    result = evaluate(
+        policy, tokenizer, rows, reward=reward, max_new_tokens=max_new_tokens, batch_size=256, progress=False
+    )
+    policy.train(training)
+    assert result.accuracy is not None
+    return float(result.accuracy.value)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The last line of each step, in order: a run that was killed and goes on writes some again, and leaves half of one."""
+    text = file.read_text() if file.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
+
+
+def points_of(folder: Path, completions: int) -> list[Point]:
+    """Points of a trainer's run: ``HeldOut``'s lines, with the tokens that ``metrics.jsonl`` says were generated until then.
+
+    Args:
+        completions: of one generation; the log holds their mean length.
+    """
+    log = read_lines(folder / "metrics.jsonl")
+    found = []
+    for point in read_lines(folder / "points.jsonl"):
+        lengths = [
+            row["completions/mean_length"]
+            for row in log
+            if row["step"] <= point["step"] and "completions/mean_length" in row
+        ]
+        found.append({**point, "tokens": round(sum(lengths) * completions)})
+    return found
+
+
+def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new_tokens: int) -> list[Point]:
+    """Points of `grpo-lab rounds`: the start, every checkpoint of every round's training, and each round's model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = parts.load_rows(read(DataSection, dict(data), "data"), "data")
+    reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    spent = json.loads((folder / "run.json").read_text())["seconds"]
+
+    def point(model: Path, step: float, tokens: float, seconds: float) -> Point:
+        loaded = AutoModelForCausalLM.from_pretrained(model)
+        accuracy = held_out(loaded, tokenizer, rows, reward, max_new_tokens)
+        return {"step": step, "tokens": tokens, "accuracy": accuracy, "seconds": seconds}
+
+    found = [point(start, 0, 0, 0.0)]
+    for line in [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]:
+        number, steps = line["round"], line["steps"]
+        if number == 0:
+            continue
+        model, before = folder / f"round-{number}" / "model", line["steps_total"] - steps
+        sampling = sum(spent.get(f"round {number}, {part}", 0.0) for part in ("sample", "select"))
+        began, training = found[-1]["seconds"] + sampling, spent.get(f"round {number}, train", 0.0)
+        kept = sorted(int(one.name.split("-")[-1]) for one in model.glob("checkpoint-*"))
+        for step in [*(one for one in kept if one < steps), steps]:
+            at = model if step == steps else model / f"checkpoint-{step}"
+            found.append(point(at, before + step, line["tokens_total"], began + training * step / steps))
+    return found
+
+
+def smoothness(points: Sequence[Point]) -> float:
+    """Variance of the differences of accuracy from point to point, in points² (accuracy in %): 0 for a straight line."""
+    values = [100 * point["accuracy"] for point in points]
+    steps = [after - before for before, after in pairwise(values)]
+    return pvariance(steps) if steps else math.nan
+
+
+def at_tokens(points: Sequence[Point], tokens: float) -> float:
+    """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer were generated in all."""
+    reached = [point["accuracy"] for point in points if point["tokens"] <= tokens]
+    return reached[-1] if reached and points[-1]["tokens"] >= tokens else math.nan
+
+
+def pyplot_if_there(path: Path) -> Any:
+    """matplotlib's pyplot, drawing into files; None, and a line that says so, where matplotlib is not installed (the package does not need it)."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(
+            f"no figure {path}: matplotlib is not installed; with it, the same command draws from the records that are there"
+        )
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± 95% interval (Student's t) and the single values; a seed without a number is left out."""
+    values = [value for value in values if not math.isnan(value)]
+    if not values:
+        return "–"
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    half = half_width_over_seeds(values) or 0.0
+    return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{v:.3f}' for v in values)})"
+
+
+def smooth(values: Sequence[float], width: int = 10) -> list[float]:
+    """Running mean of the last ``width``."""
+    return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]

@@ -1,0 +1,130 @@
+"""Every preset and every trainer trains some steps from the quick start's cold start: does it run, is its loss finite, does it move the weights?
+
+    make lab-smoke                              # 30 steps each, one table -> runs/lab_smoke/table.md
+    python scripts/lab_smoke.py --only gspo KimiTrainer --steps 5
+
+Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The cold start is made once and kept. This
+shows that everything runs; which of them is better is another question (scripts/compare_methods.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from arm_runs import shared_start
+from safetensors.torch import load_file
+
+import grpo_lab
+from grpo_lab import LabTrainer
+from grpo_lab.atomic import write_whole_text
+from grpo_lab.objectives import PRESETS
+from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.pipelines.train import train
+
+QUICK = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
+ROWS = 64
+"""Completions an optimizer step: 8 problems x 8."""
+HEADS = ("name", "loss finite", "reward first", "reward last", "tokens, k", "dead share", "weights moved", "seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=sorted(cases()), help="only these presets and trainers")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lab_smoke"))
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="for every run")
+    args = parser.parse_args()
+    extra = {key: json.loads(value) for key, value in args.set}
+    start = shared_start(read_recipe(QUICK, extra), args.folder / "cold_start")
+    lines = []
+    for name in args.only or cases():
+        lines.append(smoke(name, start, args, extra))
+        print(as_text(lines), flush=True)
+    write_whole_text(args.folder / "table.md", as_text(lines) + "\n")
+    if failed := [line["name"] for line in lines if not sound(line)]:
+        raise SystemExit(f"not sound: {', '.join(failed)}")
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Name → what a recipe says to mean it: presets by ``objective``, trainers by ``trainer`` (they bring their objective and rewards)."""
+    offered = {name: getattr(grpo_lab, name) for name in grpo_lab.__all__}
+    trainers = [
+        name
+        for name, one in offered.items()
+        if isinstance(one, type) and issubclass(one, LabTrainer) and one is not LabTrainer
+    ]
+    return {
+        **{name: {"objective": name} for name in PRESETS},
+        **{name: {"trainer": name, "objective": None} for name in trainers},
+    }
+
+
+def smoke(name: str, start: Path, args: argparse.Namespace, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the table; ``error`` in it where the run broke."""
+    output, began = args.folder / name, time.perf_counter()
+    changes = {**extra, **cases()[name], "model": {"path": str(start)}, "cold_start": None, "evaluation": None}
+    changes |= {"output_dir": str(output), "name": name, "max_steps": args.steps, "per_device_train_batch_size": ROWS}
+    changes |= {"disable_tqdm": True, "logging_steps": 1}
+    try:
+        train(read_recipe(QUICK, changes), overwrite=True)
+        line = seen_in(output, start)
+    except Exception as error:
+        traceback.print_exc()
+        line = {"error": f"{type(error).__name__}: {error}"}
+    return {"name": name, **line, "seconds": time.perf_counter() - began}
+
+
+def seen_in(output: Path, start: Path) -> dict[str, Any]:
+    """What the log and the weights say."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    made = [row for row in steps if "completions/mean_length" in row]
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, output))
+    moved = max(float((after[key] - weight).abs().max()) for key, weight in before.items())
+    return {
+        "loss finite": all(math.isfinite(float(row["loss"])) for row in steps) and bool(steps),
+        "reward first": made[0]["reward"],
+        "reward last": made[-1]["reward"],
+        "tokens, k": sum(row["completions/mean_length"] for row in made) * ROWS / 1000,
+        "dead share": sum(row["groups/dead_share"] for row in made) / len(made),
+        "weights moved": moved,
+    }
+
+
+def sound(line: Mapping[str, Any]) -> bool:
+    """It ran, with finite losses, and the weights are others and numbers."""
+    return (
+        "error" not in line
+        and line["loss finite"]
+        and math.isfinite(line["weights moved"])
+        and line["weights moved"] > 0
+    )
+
+
+def as_text(lines: list[dict[str, Any]]) -> str:
+    rows = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
+    for line in lines:
+        told = [cell(head, line.get(head)) for head in HEADS]
+        rows.append("| " + " | ".join(told) + " |" + (f" {line['error']}" if "error" in line else ""))
+    return "\n".join(rows)
+
+
+def cell(head: str, value: Any) -> str:
+    if value is None:
+        return "FAILED"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.1e}" if head == "weights moved" else f"{value:.0f}" if head == "seconds" else f"{value:.3f}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()
