@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_lab import registry
 from grpo_lab.advantages.batch_zscore import BatchZScore
-from grpo_lab.advantages.gae import gae
+from grpo_lab.advantages.gae import GAE, gae, reads_values
 from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
@@ -18,6 +18,7 @@ from grpo_lab.advantages.level import level_of, reads_steps, token_rule
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.raw import Raw
 from grpo_lab.advantages.reward_to_go import reward_to_go
+from grpo_lab.advantages.whiten import Moments, masked_moments, whiten
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
@@ -36,9 +37,10 @@ RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
-TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process}
+TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "gae": GAE}
 
 __all__ = [
+    "GAE",
     "RULES",
     "TOKEN_RULES",
     "AdvantageRule",
@@ -47,18 +49,22 @@ __all__ = [
     "GroupMean",
     "GroupZScore",
     "LeaveOneOut",
+    "Moments",
     "Process",
     "Raw",
     "StepTable",
     "advantage_rule",
     "gae",
     "level_of",
+    "masked_moments",
     "outcome_of",
     "reads_steps",
+    "reads_values",
     "register_advantage",
     "reward_to_go",
     "spread",
     "token_rule",
+    "whiten",
 ]
 
 

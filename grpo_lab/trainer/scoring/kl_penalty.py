@@ -50,7 +50,7 @@ def check_kl_in_reward(trainer: StepPort) -> None:
 
 def penalise(trainer: StepPort, scored: Scored) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
-    objective, table, to_go = trainer.algorithm.objective, scored.rewarded.table, None
+    objective, table, to_go, charged = trainer.algorithm.objective, scored.rewarded.table, None, None
     kl = None if objective is None else objective.kl_in_reward
     if kl is not None:
         mask = loss_mask(scored.batch)
@@ -60,13 +60,14 @@ def penalise(trainer: StepPort, scored: Scored) -> Penalised:
         if kl.per == "sequence":
             table = _with_column(table, -kl.coefficient * penalty)
         else:
+            charged = -kl.coefficient * of_tokens
             to_go = -kl.coefficient * reward_to_go(of_tokens, mask, kl.gamma)
     mask_cut(trainer, scored)
     table = with_local_rows(trainer, scored, table)
     if to_go is not None and table.local is not None:
         scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
         to_go = to_go * scorable.unsqueeze(1).to(to_go)
-    return Penalised(scored, table, to_go)
+    return Penalised(scored, table, to_go, charged)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:

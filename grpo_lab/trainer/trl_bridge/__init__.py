@@ -6,6 +6,7 @@ that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl`
     names       what is overridden, called, read      forwards   log-probs in bins and what replaces TRL's
     gradients   backward, sharding, loading           logs       metrics and tables that TRL has written
     rewards     what TRL calls a reward               replace    a name stands for something else inside a block
+    values      a critic inside the policy's module
 """
 
 from grpo_lab.trainer.trl_bridge.forwards import (
@@ -36,10 +37,22 @@ from grpo_lab.trainer.trl_bridge.names import (
 )
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
 from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.trainer.trl_bridge.values import (
+    CRITIC,
+    critic_of,
+    followed_by_policy_only,
+    give_critic,
+    inside,
+    is_critics,
+    policy_parameters,
+    values_heard,
+    without_critic,
+)
 
 __all__ = [
     "ATTRIBUTES",
     "COMPLETION_FIELDS",
+    "CRITIC",
     "METHODS",
     "MULTIMODAL_FIELDS",
     "SAMPLING_METRICS",
@@ -47,18 +60,25 @@ __all__ = [
     "backbone",
     "backward",
     "completion_log_probs",
+    "critic_of",
+    "followed_by_policy_only",
     "forget_sampling_metrics",
     "forwards_replaced",
+    "give_critic",
+    "inside",
     "is_compiled",
+    "is_critics",
     "is_multimodal",
     "logged_rows",
     "may_bring_images",
     "plain_cpu",
+    "policy_parameters",
     "positions_given",
     "reference_model_in_full",
     "replace_logged_advantages",
     "replace_logged_rows",
     "replaced",
+    "values_heard",
     "wants_old_log_probs",
     "without_autocast",
     "without_checkpointing",
