@@ -115,6 +115,22 @@ def state_bytes(shape: Shape, layout: str, ranks: int = RANKS) -> float:
     }[layout]
 
 
+def critic_parameters(shape: Shape, kind: str) -> int:
+    """`head`: a weight for each hidden unit, and a bias; `copy`: the policy's network without LM head, and a head."""
+    trunk = shape.layers * shape.layer_parameters + shape.hidden + shape.embedding
+    return (0 if kind == "head" else trunk) + shape.hidden + 1
+
+
+def critic_bytes(shape: Shape, layout: str, kind: str, ranks: int = RANKS) -> float:
+    """States of PPO's critic, a GPU, in the policy's layout; as many bytes a parameter as there, and trained in full under LoRA."""
+    n = critic_parameters(shape, kind)
+    if layout == "single, LoRA":
+        return 18.0 * n
+    if layout == "fsdp2" and kind == "copy":  # gathered a layer at a time, and its embedding
+        return 16.0 * n / ranks + 4 * (shape.layer_parameters + shape.embedding)
+    return {"single": 18.0, "single, bf16 weights": 8.0, "ddp": 22.0, "zero2": 4.0 + 12.0 / ranks, "fsdp2": 16.0 / ranks}[layout] * n
+
+
 def layer_activation_bytes(shape: Shape) -> int:
     """Kept for the backward, a token and layer: bf16 autocast over float32 weights, fused attention (no T × T matrix).
 
@@ -201,6 +217,19 @@ def states_table() -> str:
     )
 
 
+def critic_table() -> str:
+    layouts = ("single", "ddp", "zero2", "fsdp2")
+    head = ("model", *(f"{name}, {what}" for name in layouts for what in ("GRPO", "PPO head", "PPO copy")))
+    rows = []
+    for s in SHAPES:
+        cells = []
+        for layout in layouts:
+            alone = state_bytes(s, layout)
+            cells += [alone, *(alone + critic_bytes(s, layout, kind) for kind in ("head", "copy"))]
+        rows.append([s.name, *(f"{cell / GB:.1f}" for cell in cells)])
+    return table(head, rows)
+
+
 def tokens_table() -> str:
     tokens = WORK.micro_batch * (WORK.longest_prompt + WORK.budget)
     head = (
@@ -280,6 +309,8 @@ def time_table() -> str:
 def main() -> None:
     print("States, GB a GPU\n")
     print(states_table())
+    print("\nStates with PPO's critic, GB a GPU (zero2, fsdp2: 8 GPUs)\n")
+    print(critic_table())
     print("\nOne micro-batch of the recipe (16 rows × (250 + 1,024) tokens = 20,384 tokens), GB a GPU\n")
     print(tokens_table())
     print("\nPeak with gradient checkpointing and a colocated engine, GB a GPU (✗: more than 72 of 80 GB)\n")

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class ValueHead(nn.Linear):
-    """``V = w·h + b``, computed in float32 whatever the hidden states come in; starts at V = 0, and draws no random number."""
+    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no random number."""
 
     def __init__(self, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(hidden, 1, dtype=dtype)
@@ -22,8 +22,9 @@ class ValueHead(nn.Linear):
     def forward(self, states: Tensor) -> Tensor:
         """``[…, H]`` → ``[…]`` in units of the reward."""
         with torch.autocast(states.device.type, enabled=False):
-            weight, bias = self.weight.float(), self.bias.float()
-            return functional.linear(states.to(weight.device).float(), weight, bias).squeeze(-1)
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            return functional.linear(states.to(weight.device, wide), weight, bias).squeeze(-1)
 
 
 class Critic(nn.Module):
