@@ -28,6 +28,7 @@ __all__ = [
     "KimiTrainer",
     "LabConfig",
     "LabTrainer",
+    "PPOTrainer",
     "R1ZeroTrainer",
     "__version__",
     "register_advantage",

@@ -128,7 +128,13 @@ def critic_bytes(shape: Shape, layout: str, kind: str, ranks: int = RANKS) -> fl
         return 18.0 * n
     if layout == "fsdp2" and kind == "copy":  # gathered a layer at a time, and its embedding
         return 16.0 * n / ranks + 4 * (shape.layer_parameters + shape.embedding)
-    return {"single": 18.0, "single, bf16 weights": 8.0, "ddp": 22.0, "zero2": 4.0 + 12.0 / ranks, "fsdp2": 16.0 / ranks}[layout] * n
+    return {
+        "single": 18.0,
+        "single, bf16 weights": 8.0,
+        "ddp": 22.0,
+        "zero2": 4.0 + 12.0 / ranks,
+        "fsdp2": 16.0 / ranks,
+    }[layout] * n
 
 
 def layer_activation_bytes(shape: Shape) -> int:

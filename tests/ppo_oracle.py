@@ -113,7 +113,9 @@ class Oracle:
                 logps, values = self.forward(self.policy, prompt, ids)
                 reference, _ = self.forward(self.start, prompt, ids)
                 task = judged(ids)
-                earned: list[float | None] = [-BETA * max(a - b, 0.0) for a, b in zip(logps.tolist(), reference.tolist())]
+                earned: list[float | None] = [
+                    -BETA * max(a - b, 0.0) for a, b in zip(logps.tolist(), reference.tolist())
+                ]
                 if task is None:
                     earned = [None] * len(earned)
                 elif earned:

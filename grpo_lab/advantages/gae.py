@@ -80,7 +80,9 @@ class GAE:
     def __call__(self, table: RewardTable) -> Tensor:
         local = table.local
         if local is None or local.rewards is None or local.values is None:
-            raise ValueError("`advantage` is 'gae', which reads a critic's values, and the table has none (`table.local`)")
+            raise ValueError(
+                "`advantage` is 'gae', which reads a critic's values, and the table has none (`table.local`)"
+            )
         return gae(local.rewards, local.values, local.mask, self.gamma, self.lam)[0]
 
 

@@ -23,7 +23,9 @@ def test_final_weights(ranks: int, sharded: bool, tiny_folder: Path, tmp_path: P
         ppo_oracle.critic_folder(tmp_path / f"critic-{kind}", kind)
     config = RECIPES / ("fsdp2.yaml" if sharded else "ddp.yaml" if ranks > 1 else "single.yaml")
     before = [str(HERE / "cpu_fsdp2.py")] if sharded else []
-    accelerate_launch(config, ranks, [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)], timeout=300)
+    accelerate_launch(
+        config, ranks, [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)], timeout=300
+    )
     eos = AutoTokenizer.from_pretrained(tiny_folder).eos_token_id
     for kind in ppo_oracle.KINDS:
         report = json.loads((tmp_path / f"{kind}.json").read_text())

@@ -99,7 +99,9 @@ def test_a_critic_with_all_defaults_however_it_is_asked_for() -> None:
     assert found[0].value is not None
     assert (found[0].value.model, found[0].value.vf_coef, found[0].value.cliprange_value) == ("head", 0.1, 0.2)
     assert found[0].advantage == GAE(1.0, 0.95)
-    args = config(objective="ppo", value={"gamma": 0.9, "model": "copy"}, kl={"placement": "reward", "coefficient": 0.1})
+    args = config(
+        objective="ppo", value={"gamma": 0.9, "model": "copy"}, kl={"placement": "reward", "coefficient": 0.1}
+    )
     algorithm = algorithm_from(args, args.lab_settings)
     assert algorithm.advantage == GAE(0.9, 0.95)
     assert algorithm.objective is not None

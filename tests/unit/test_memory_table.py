@@ -134,7 +134,13 @@ def test_more_of_anything_costs_more(script: ModuleType) -> None:
 
 def test_the_docs_hold_what_the_script_prints(script: ModuleType) -> None:
     text = (ROOT / "docs" / "from_laptop_to_cluster.md").read_text(encoding="utf-8")
-    for table in (script.states_table(), script.critic_table(), script.tokens_table(), script.fits_table(), script.time_table()):
+    for table in (
+        script.states_table(),
+        script.critic_table(),
+        script.tokens_table(),
+        script.fits_table(),
+        script.time_table(),
+    ):
         assert table in text, "run `python scripts/memory_table.py` and paste its tables"
     for assumed in (
         f"MFU {script.MFU:.0%}",

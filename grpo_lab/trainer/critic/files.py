@@ -1,8 +1,8 @@
 """The critic on disk: ``critic/`` beside the policy's files, which stay those of a plain causal model.
 
-    critic.json         format, whether it has a network of its own, width of the hidden states
-    critic.safetensors  its tensors
-    config.json         of its own network, where it has one
+critic.json         format, whether it has a network of its own, width of the hidden states
+critic.safetensors  its tensors
+config.json         of its own network, where it has one
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ def split_groups(optimizer: Any, critic: nn.Module, learning_rate: float | None)
 
 def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) -> Any:
     """The optimizer that HF made, with groups of the critic's own; each call of HF's may find them made already."""
-    made = getattr(optimizer, "grpo_lab_split", False)
-    if critic is not None and not made:
-        split_groups(optimizer, critic, trainer.algorithm.value.learning_rate)
-        optimizer.grpo_lab_split = True
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, where a second training begins
+    if critic is not None and not getattr(own, "grpo_lab_split", False):
+        split_groups(own, critic, trainer.algorithm.value.learning_rate)
+        own.grpo_lab_split = True
     return optimizer
 
 

@@ -72,7 +72,9 @@ def with_discounts(rule: Any, value: ValueSettings | None, knobs: dict[str, Any]
         if number is None:
             continue
         if not hasattr(rule, name):
-            raise ValueError(f"`value.{name}` is {number}, and the advantage rule in force has no `{name}`; leave it out")
+            raise ValueError(
+                f"`value.{name}` is {number}, and the advantage rule in force has no `{name}`; leave it out"
+            )
         if name in knobs and knobs[name] != number:
             raise ValueError(
                 f"`value.{name}` is {number} and `advantage.{name}` is {knobs[name]}: two names for one number; set one"

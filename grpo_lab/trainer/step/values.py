@@ -120,4 +120,11 @@ def _as_trl(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     return torch.cat([values[:, -width:] for values in heard])
 
 
-__all__ = ["hears_values", "token_loss", "value_metrics", "values_at_generation", "values_of_bin", "values_of_micro_batch"]
+__all__ = [
+    "hears_values",
+    "token_loss",
+    "value_metrics",
+    "values_at_generation",
+    "values_of_bin",
+    "values_of_micro_batch",
+]

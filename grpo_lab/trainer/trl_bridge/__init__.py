@@ -82,5 +82,6 @@ __all__ = [
     "wants_old_log_probs",
     "without_autocast",
     "without_checkpointing",
+    "without_critic",
     "without_gradient_sync",
 ]
