@@ -122,19 +122,11 @@ def critic_parameters(shape: Shape, kind: str) -> int:
 
 
 def critic_bytes(shape: Shape, layout: str, kind: str, ranks: int = RANKS) -> float:
-    """States of PPO's critic, a GPU, in the policy's layout; as many bytes a parameter as there, and trained in full under LoRA."""
-    n = critic_parameters(shape, kind)
-    if layout == "single, LoRA":
-        return 18.0 * n
-    if layout == "fsdp2" and kind == "copy":  # gathered a layer at a time, and its embedding
-        return 16.0 * n / ranks + 4 * (shape.layer_parameters + shape.embedding)
-    return {
-        "single": 18.0,
-        "single, bf16 weights": 8.0,
-        "ddp": 22.0,
-        "zero2": 4.0 + 12.0 / ranks,
-        "fsdp2": 16.0 / ranks,
-    }[layout] * n
+    """States of PPO's critic, a GPU: as many bytes a parameter as the policy's in that layout; in full under LoRA.
+    fsdp2: as there, the `copy`'s layer at work and its embedding are whole."""
+    a_parameter = {"single, bf16 weights": 8.0, "ddp": 22.0, "zero2": 4 + 12 / ranks, "fsdp2": 16 / ranks}
+    whole = 4 * (shape.layer_parameters + shape.embedding) if (layout, kind) == ("fsdp2", "copy") else 0
+    return a_parameter.get(layout, 18.0) * critic_parameters(shape, kind) + whole
 
 
 def layer_activation_bytes(shape: Shape) -> int:
@@ -228,10 +220,8 @@ def critic_table() -> str:
     head = ("model", *(f"{name}, {what}" for name in layouts for what in ("GRPO", "PPO head", "PPO copy")))
     rows = []
     for s in SHAPES:
-        cells = []
-        for layout in layouts:
-            alone = state_bytes(s, layout)
-            cells += [alone, *(alone + critic_bytes(s, layout, kind) for kind in ("head", "copy"))]
+        more = [[0.0, *(critic_bytes(s, name, kind) for kind in ("head", "copy"))] for name in layouts]
+        cells = [state_bytes(s, name) + each for name, added in zip(layouts, more) for each in added]
         rows.append([s.name, *(f"{cell / GB:.1f}" for cell in cells)])
     return table(head, rows)
 
@@ -287,29 +277,10 @@ def time_table() -> str:
             eight = WORK.steps * (
                 generation_seconds(s, gpu, WORK, RANKS) + update_seconds(s, gpu, WORK, exact=True, ranks=RANKS)
             )
-            rows.append(
-                [
-                    gpu.name,
-                    s.name,
-                    f"{generation:.1f}",
-                    f"{exact:.1f}",
-                    f"{stock:.1f}",
-                    f"{hours:.1f}",
-                    f"{eight / 3600:.1f}",
-                ]
-            )
-    return table(
-        (
-            "GPU",
-            "model",
-            "generation, s",
-            "update, s",
-            "update of stock TRL, s",
-            "one epoch, 1 GPU, h",
-            "one epoch, 8 GPUs, h",
-        ),
-        rows,
-    )
+            cells = (generation, exact, stock, hours, eight / 3600)
+            rows.append([gpu.name, s.name, *(f"{cell:.1f}" for cell in cells)])
+    head = ("generation, s", "update, s", "update of stock TRL, s", "one epoch, 1 GPU, h", "one epoch, 8 GPUs, h")
+    return table(("GPU", "model", *head), rows)
 
 
 def main() -> None:
