@@ -141,7 +141,7 @@ def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
             def sync(model: Any, target: Any, alpha: float, plain: Any = plain) -> None:
                 plain(_PolicyOnly(model), target, alpha)
 
-            callback.sync_target_model = sync
+            vars(callback)["sync_target_model"] = sync
 
 
 __all__ = [
