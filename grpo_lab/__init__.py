@@ -15,6 +15,7 @@ _HOMES = {
     "LabConfig": "grpo_lab.trainer",
     "LabTrainer": "grpo_lab.trainer",
     "DrGRPOTrainer": "grpo_lab.trainer",
+    "PPOTrainer": "grpo_lab.trainer",
     "KimiTrainer": "grpo_lab.trainer",
     "R1ZeroTrainer": "grpo_lab.trainer",
     "register_advantage": "grpo_lab.advantages",
@@ -27,6 +28,7 @@ __all__ = [
     "KimiTrainer",
     "LabConfig",
     "LabTrainer",
+    "PPOTrainer",
     "R1ZeroTrainer",
     "__version__",
     "register_advantage",
@@ -37,7 +39,7 @@ __all__ = [
 if TYPE_CHECKING:
     from grpo_lab.advantages import register_advantage
     from grpo_lab.objectives import register_aggregation, register_objective
-    from grpo_lab.trainer import DrGRPOTrainer, KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
+    from grpo_lab.trainer import DrGRPOTrainer, KimiTrainer, LabConfig, LabTrainer, PPOTrainer, R1ZeroTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ class TokenBatch:
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
+        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one (``value``).
         sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
     """
@@ -47,6 +48,7 @@ class TokenBatch:
     ref_logps: Tensor | None = None
     entropies: Tensor | None = None
     sampler_weights: Tensor | None = None
+    values: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -87,11 +89,15 @@ class LocalRows:
         rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
         mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it: ranks differ.
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
+        rewards: float64 ``[B, T]`` with a critic: −β·k of each token, and a completion's rewards on its last one; else ``None``.
+        values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
     """
 
     rows: slice
     mask: Tensor
     lengths: Tensor
+    rewards: Tensor | None = None
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True)

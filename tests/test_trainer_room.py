@@ -25,6 +25,7 @@ ORDER = (
         "ports",
         "supervised",
         "resume",
+        "critic",
     ),
     *("prompts", "step", "rollout", "scoring", "door", "parts", "lab_trainer", "named"),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_lab import registry
 from grpo_lab.advantages.batch_zscore import BatchZScore
-from grpo_lab.advantages.gae import gae
+from grpo_lab.advantages.gae import GAE, gae, reads_values
 from grpo_lab.advantages.group_max import GroupMax
 from grpo_lab.advantages.group_mean import GroupMean
 from grpo_lab.advantages.group_zscore import GroupZScore
@@ -19,6 +19,7 @@ from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.raw import Raw
 from grpo_lab.advantages.returns import Returns
 from grpo_lab.advantages.reward_to_go import reward_to_go
+from grpo_lab.advantages.whiten import Moments, masked_moments, whiten
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
@@ -37,9 +38,10 @@ RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
-TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns}
+TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns, "gae": GAE}
 
 __all__ = [
+    "GAE",
     "RULES",
     "TOKEN_RULES",
     "AdvantageRule",
@@ -48,6 +50,7 @@ __all__ = [
     "GroupMean",
     "GroupZScore",
     "LeaveOneOut",
+    "Moments",
     "Process",
     "Raw",
     "Returns",
@@ -55,12 +58,15 @@ __all__ = [
     "advantage_rule",
     "gae",
     "level_of",
+    "masked_moments",
     "outcome_of",
     "reads_steps",
+    "reads_values",
     "register_advantage",
     "reward_to_go",
     "spread",
     "token_rule",
+    "whiten",
 ]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from grpo_lab.advantages.reward_to_go import reward_to_go
+from grpo_lab.batch import RewardTable
 from grpo_lab.masked import safe
 
 
@@ -48,4 +51,44 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
     return advantages, (advantages + own).masked_fill(~mask, 0.0)
 
 
-__all__ = ["gae"]
+@dataclass(frozen=True)
+class GAE:
+    """``gae`` as a rule of level ``token``: what a critic's values make of the rewards of this rank's tokens.
+
+    Reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there. Whitening is the
+    trainer's: it takes the tokens of all ranks.
+
+    Source: GAE (arXiv 1506.02438); γ = 1 and λ = 0.95 are PPO's usual ones for language models.
+
+    Args:
+        gamma: discount in [0, 1] per own token.
+        lam: λ in [0, 1].
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    level: ClassVar[str] = "token"
+    #: a run with this rule has a critic
+    reads_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            number = getattr(self, name)
+            if not (math.isfinite(number) and 0 <= number <= 1):
+                raise ValueError(f"`advantage.{name}` is {number}; it must lie in [0, 1]")
+
+    def __call__(self, table: RewardTable) -> Tensor:
+        local = table.local
+        if local is None or local.rewards is None or local.values is None:
+            raise ValueError(
+                "`advantage` is 'gae', which reads a critic's values, and the table has none (`table.local`)"
+            )
+        return gae(local.rewards, local.values, local.mask, self.gamma, self.lam)[0]
+
+
+def reads_values(rule: object) -> bool:
+    """Whether the rule makes advantages of a critic's values."""
+    return bool(getattr(rule, "reads_values", False))
+
+
+__all__ = ["GAE", "gae", "reads_values"]

@@ -230,13 +230,8 @@ def reward_falls(history: History, facts: Facts) -> str | None:
 
 def reward_flat(history: History, facts: Facts) -> str | None:
     """Not where everything is dead or solved: that has a row of its own, or needs none (a reward that never varies)."""
-<<<<<<< ours
-    series = values(last_steps(history, FLAT_STEPS), "reward")
-    if len(series) < FLAT_WINDOWS or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
-=======
     series, steps = _late(history)
     if not series or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
->>>>>>> theirs
         return None
     level = sum(series) / len(series)
     return f"reward has been flat at {level:.3g} for {steps} steps (fine if that is all there is to gain)"

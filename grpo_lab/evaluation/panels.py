@@ -63,6 +63,25 @@ PANELS = [
         optional=True,
     ),
     Panel(
+        "Rewards of PPO",
+        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that rises on a KL that runs away is bought.",
+        "reward per completion",
+        (
+            ("shaped", ("ppo/shaped_reward",)),
+            ("task", ("ppo/task_reward",)),
+            ("−β·KL", ("ppo/kl_reward",)),
+        ),
+        optional=True,
+    ),
+    Panel(
+        "What the critic explains",
+        "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 it does harm.",
+        "share of the returns' variance",
+        (("explained", ("value/explained_variance",)),),
+        rule=(0.0, "the mean"),
+        optional=True,
+    ),
+    Panel(
         "Entropy",
         "Falls as the policy commits itself; near zero it no longer explores.",
         "nats per token",

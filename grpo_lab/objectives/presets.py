@@ -85,6 +85,13 @@ PRESETS: dict[str, Preset] = {
         "Kimi k1.5, arXiv 2501.12599, section 2.3.2",
         paper={"tau": "undisclosed"},
     ),
+    "ppo": Preset(
+        "gae",
+        "clipped",
+        "token_mean",
+        "PPO, arXiv 1707.06347, with a value model (`value`); for language models as AlpacaFarm, arXiv 2305.14387",
+        paper={"epsilon": 0.2, "lam": 0.95, "cliprange_value": 0.2},
+    ),
 }
 
 SURROGATES: dict[str, Any] = {

@@ -20,14 +20,7 @@ from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.resume import (
-    AtTheEnd,
-    StopAtTheEnd,
-    broken_weights,
-    going_on,
-    newest_whole,
-    step_of,
-)
+from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, broken_weights, going_on, newest_whole, step_of
 from grpo_lab.pipelines.run_folder import (
     MetricsFile,
     claim,
@@ -261,11 +254,13 @@ def _evaluate(
 
 
 def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    from grpo_lab.trainer.trl_bridge import policy_parameters
+
     return {
         "name": recipe.name,
         "fingerprint": fingerprint(recipe),
         "model": recipe.model.name,
-        "parameters": sum(p.numel() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()),
+        "parameters": sum(p.numel() for p in policy_parameters(trainer.accelerator.unwrap_model(trainer.model))),
         "expected": recipe.model.expected,
         "data": f"{recipe.data.loader} ({len(rows)} rows)",
         "template": recipe.data.template,

@@ -3,6 +3,6 @@
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.lab_trainer import LabTrainer
-from grpo_lab.trainer.named import DrGRPOTrainer, KimiTrainer, R1ZeroTrainer
+from grpo_lab.trainer.named import DrGRPOTrainer, KimiTrainer, PPOTrainer, R1ZeroTrainer
 
-__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "R1ZeroTrainer", "trl_bridge"]
+__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "PPOTrainer", "R1ZeroTrainer", "trl_bridge"]

@@ -55,6 +55,8 @@ class Carried:
             batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing. Never where
             forwards are random: another forward is another draw.
         unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``old_logps``.
+        old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
+        returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
         position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a batch that was put
             together from several.
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
@@ -67,6 +69,8 @@ class Carried:
     as_generated = _Field(f"{OURS}as_generated")
     unmoved = _Field(f"{OURS}unmoved")
     length_quartile = _Field(f"{OURS}length_quartile")
+    old_values = _Field(f"{OURS}old_values")
+    returns = _Field(f"{OURS}returns")
     position_offset = _Field(POSITION_OFFSET)
 
     def __init__(self, fields: MutableMapping[str, Any]) -> None:

@@ -63,6 +63,9 @@ class LabConfig(GRPOConfig):
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
             ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``; ``None``: TRL's ``beta``
             with k3 in the loss (``use_bias_correction_kl``).
+        value: the critic of PPO: ``{model: head|copy|<folder or hub name>, learning_rate: …, vf_coef: …, cliprange_value: …, gamma: …,
+            lam: …, whiten_rewards: …, whiten_advantages: …, warmup_steps: …, missing_eos_penalty: …}``, all of them optional
+            (``settings/value.py``). With ``objective`` unset it means ``objective: ppo``; ``None`` beside that: all defaults.
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
             the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
             ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with any engine.
@@ -89,6 +92,9 @@ class LabConfig(GRPOConfig):
     advantage: dict[str, Any] | str | None = field(default=None, metadata={"help": "Advantage rule: name or mapping."})
     kl: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
+    )
+    value: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "The critic of PPO: mapping with model, learning_rate, vf_coef, lam and more."}
     )
     rollout: dict[str, Any] | str | None = field(
         default=None,
@@ -131,6 +137,8 @@ class LabConfig(GRPOConfig):
 
     def agree(self) -> None:
         """Check our settings against TRL's and against each other; write the objective into TRL's fields too."""
+        if self.value is not None and self.objective is None and self.advantage is None:
+            self.objective = "ppo"  # nothing else here has a critic
         settings = self.lab_settings
         if settings.objective is not None:
             refuse_contradictions(self, settings)

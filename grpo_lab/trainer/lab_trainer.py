@@ -23,6 +23,8 @@ from trl.trainer import grpo_trainer
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.critic.files import save_beside, take_up
+from grpo_lab.trainer.critic.optimizer import with_critics_groups
 from grpo_lab.trainer.door import given
 from grpo_lab.trainer.metrics.as_trl import TrlBook
 from grpo_lab.trainer.metrics.book import MetricBook
@@ -35,6 +37,7 @@ from grpo_lab.trainer.rollout.prompt_fit import check_room
 from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
 from grpo_lab.trainer.scoring.advantages import put_advantages, row_advantages
 from grpo_lab.trainer.scoring.carriers import Scored
+from grpo_lab.trainer.scoring.critic import credited, valued
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness
 from grpo_lab.trainer.scoring.stages import record, rewards_of_all, score
@@ -83,17 +86,8 @@ class LabTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        found = given(
-            type(self),
-            LabTrainer,
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            environment_factory,
-            rollout_func,
-        )
+        data, rollout = (train_dataset, eval_dataset), (environment_factory, rollout_func)
+        found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
         self.lab_settings, self.algorithm, self._team = found.settings, found.algorithm, found.team
         means = TrlBook if self.lab_settings.objective is None else MetricBook
         self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
@@ -187,8 +181,8 @@ class LabTrainer(GRPOTrainer):
             scored = self._generate_and_score(inputs)
             if self.model.training and self.lab_settings.update.dead_groups == "resample":
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
-            made = penalise(self, scored, self.parts.kl)
-            put_advantages(self, made, row_advantages(self, made))
+            made = valued(self, penalise(self, scored, self.parts.kl))
+            put_advantages(self, made, credited(self, made, row_advantages(self, made)))
             scored.forwards.mark(scored.batch)
             return record(self, scored)
 
@@ -257,11 +251,16 @@ class LabTrainer(GRPOTrainer):
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
             super()._save(output_dir, state_dict)
+        save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with trl_bridge.plain_cpu(self.args):
             super()._load_optimizer_and_scheduler(checkpoint)
+        take_up(self, self.parts.critic, checkpoint)
         self.parts.load(checkpoint)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
 
     # -- what the rooms may ask (``ports.StepPort``) --------------------------------------------------------------------
 

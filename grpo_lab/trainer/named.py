@@ -22,6 +22,12 @@ class DrGRPOTrainer(LabTrainer):
     objective = "dr_grpo"
 
 
+class PPOTrainer(LabTrainer):
+    """PPO with a value model (arXiv 1707.06347): GAE, clipped policy and value losses; the critic is ``LabConfig.value``."""
+
+    objective = "ppo"
+
+
 class KimiTrainer(LabTrainer):
     """Kimi k1.5 (arXiv 2501.12599): mirror descent with an optimizer reset, and the length reward after a warm-up.
 

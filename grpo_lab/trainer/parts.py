@@ -9,6 +9,8 @@ import logging
 import os
 from typing import Any
 
+from grpo_lab.trainer.critic.build import with_critic
+from grpo_lab.trainer.critic.optimizer import CriticAlone
 from grpo_lab.trainer.door import Given
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.health_line import HealthLine
@@ -26,6 +28,7 @@ from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
 from grpo_lab.trainer.settings.inputs import check_requires, shared_names
+from grpo_lab.trainer.settings.value import check_critic
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.moving_reference import MovingReference
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
@@ -38,6 +41,7 @@ class Parts:
         prompts: which prompt comes next.
         sync_proof: whether the engine holds the trainer's weights.
         weight_schedules: reward weights of the step.
+        critic: the value model, inside the policy's module; ``None`` without one.
         resampler: further prompts in place of dead groups.
         update: collects micro-batches and computes the step in bins.
         optimizer_reset: empties the optimizer after a generation batch; ``None`` where it is not asked for.
@@ -51,6 +55,8 @@ class Parts:
     def __init__(self, trainer: Any, given: Given) -> None:
         check_requires(trainer)
         algorithm = given.algorithm
+        check_critic(algorithm.value, given.team, (trainer.optimizer, None))
+        self.critic = with_critic(trainer, algorithm.value)
         kl = None if algorithm.objective is None else algorithm.objective.kl_in_reward
         own_hook = "compute_advantages" in given.team
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
@@ -84,6 +90,8 @@ class Parts:
             first.insert(0, self.optimizer_reset)  # other callbacks see it done
         for ours in (self.kl, self.reference, self.generation_buffer):
             first.insert(0, ours)  # others may write a checkpoint
+        if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
+            trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
         """Weights, optimizer and reference as the coming generation needs them."""

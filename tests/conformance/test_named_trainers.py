@@ -46,6 +46,7 @@ ROWS: dict[str, Row] = {
         adds=("kimi_length_reward",),
         settings={"num_iterations": 2, "learning_rate": 0.01},
     ),
+    "PPOTrainer": Row("ppo", settings={"num_iterations": 2, "learning_rate": 0.1}),
     "R1ZeroTrainer": Row("grpo", declares=("accuracy_reward", "think_format_reward"), settings={"beta": 0.04}),
 }
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages import advantage_rule
-from grpo_lab.batch import TokenBatch
+from grpo_lab.advantages import GAE, advantage_rule
+from grpo_lab.batch import LocalRows, RewardTable, TokenBatch
 from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation, preset, surrogate
 from grpo_lab.objectives.ratios import RATIO_LEVELS
+from grpo_lab.trainer.scoring.critic import last_own
 from reference import oracle
 from reference.cases import DENOMINATORS, FOUR, oracle_rows, padded, random_batch, rebuilt, rows_of
 
@@ -46,7 +47,22 @@ def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
     """Three groups of two completions with the advantages of the preset's rule."""
     row = preset(name)
     batch = random_batch(seed, rows=6, ratio=row.ratio, empty_row=False)
+    if row.advantage == "gae":
+        return replace(batch, advantages=with_a_critic(rewards, batch.mask))
     return replace(batch, advantages=advantage_rule(row.advantage, **row.knobs)(rewards, 2).unsqueeze(1))
+
+
+def with_a_critic(rewards: Tensor, mask: Tensor) -> Tensor:
+    """``[6, T]``: GAE under a critic that knows the mean reward of each group at every token. With λ = γ = 1 that is ``group_mean``."""
+    mean = rewards.view(-1, 2).nanmean(1, keepdim=True).expand(-1, 2).reshape(-1, 1)
+    outcome = torch.where(rewards.isnan().unsqueeze(1), mean, rewards.unsqueeze(1))
+    lengths = mask.sum(1)
+    local = LocalRows(slice(0, 6), mask, lengths, outcome * last_own(mask), mean.expand(mask.shape))
+    return GAE(1.0, 1.0)(RewardTable(rewards.unsqueeze(1), ("r",), torch.ones(1), 2, local=local))  # type: ignore[no-any-return]
+
+
+def rule_of_the_oracle(row: Preset) -> str:
+    return "group_mean" if row.advantage == "gae" else row.advantage
 
 
 REWARDS = torch.tensor([1.0, 0.0, 0.1, 0.1, 0.25, 2.0], dtype=torch.float64)
@@ -99,7 +115,7 @@ def test_it_has_a_page_that_names_its_parts_and_source(name: str, row: Preset) -
 def test_from_rewards_to_gradient_it_is_the_oracle(name: str, row: Preset, kl: KLTerm | None) -> None:
     batch = batch_from_rewards(name, REWARDS)
     loss, gradient = gradient_of(objective(name, kl), batch)
-    expected = oracle.advantages(row.advantage, REWARDS.tolist(), 2, **row.knobs)
+    expected = oracle.advantages(rule_of_the_oracle(row), REWARDS.tolist(), 2, **row.knobs)
     rows = [replace(r, advantages=[a] * len(r.logps)) for r, a in zip(oracle_rows(batch), expected)]
     clip = {"clipped": {"low": 0.2, "high": HIGH.get(name, 0.2)}, "cispo": {"bound": 5.0}}.get(row.surrogate, {})
     value, slopes = oracle.loss_and_gradient(

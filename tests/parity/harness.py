@@ -94,6 +94,8 @@ def train(
         rollout_func=rollout,
         **options,
     )
+    for name, value in trainer.model.state_dict().items():  # a critic was added, an adapter wrapped
+        start.setdefault(name, value.detach().clone())
     if prepare is not None:
         prepare(trainer)
     trainer.train()

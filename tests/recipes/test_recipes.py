@@ -62,6 +62,13 @@ def test_neighbours_differ_only_in_the_method(slug: str) -> None:
     assert {key for key in grpo if grpo[key] != dr_grpo[key]} == {"name", "objective"}
 
 
+def test_the_quick_starts_differ_only_in_the_method() -> None:
+    dr_grpo, ppo = (
+        yaml.safe_load((RECIPES / "quickstart" / f"{name}.yaml").read_text()) for name in ("dr_grpo", "ppo")
+    )
+    assert {key for key in {*dr_grpo, *ppo} if dr_grpo.get(key) != ppo.get(key)} == {"name", "objective", "value"}
+
+
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
 def test_accelerate_file_is_accepted(path: Path) -> None:
     config = ClusterConfig.from_yaml_file(str(path))

@@ -81,6 +81,18 @@ def test_eight_steps_of_lora_with_a_proven_sync(tmp_path: Path) -> None:
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.parametrize("critic", ["head", "copy"])
+def test_eight_steps_with_a_critic_that_the_engine_does_not_see(critic: str, tmp_path: Path) -> None:
+    trainer = build(tmp_path, "qwen2", tie=True, objective="ppo", value={"model": critic})
+    trainer.train()
+    gaps = [row["rollout/sync_gap"] for row in trainer.state.log_history if "rollout/sync_gap" in row]
+    assert len(gaps) == 8
+    assert max(gaps) < 1e-4
+    losses = [row["value/loss"] for row in trainer.state.log_history if "value/loss" in row]
+    assert len(losses) == 8
+    assert all(map(math.isfinite, losses))
+
+
 def test_eight_steps_of_a_real_pretrained_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """stories260K (skipped without the data), with its trained weights: heads widened to what the CPU kernels have."""
     trainer = build(tmp_path, "stories", tie=True, folder_of_model=checkpoint("stories"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_lab import KimiTrainer, LabConfig, LabTrainer
+from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.rollouts.server_talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
@@ -165,6 +165,14 @@ CASES = [
             "objective": "dr_grpo",
             "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.2, "per": "token", "gamma": 0.95},
         },
+    ),
+    Case(
+        "critic, inside a generation batch, KL per token",
+        {
+            **TWO_STEPS, "num_iterations": 2, "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.2},
+            "value": {"model": "copy", "learning_rate": 0.01, "warmup_steps": 1},
+        },
+        PPOTrainer,
     ),
     Case("update off", {**TWO_ITERATIONS, "objective": "dapo", "update": "off"}),
     Case("TRL's loss", {**TWO_STEPS, "beta": 0.1}),

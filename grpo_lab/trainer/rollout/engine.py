@@ -25,7 +25,7 @@ from grpo_lab.trainer.rollout.prompt_fit import refuse_long
 from grpo_lab.trainer.rollout.server_check import release
 from grpo_lab.trainer.rollout.server_return import ServerReturn
 from grpo_lab.trainer.settings.rollout import RolloutSettings
-from grpo_lab.trainer.trl_bridge import replaced
+from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -62,7 +62,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _iter_named_params(self) -> Any:
             put_away(self.model)
-            yield from super()._iter_named_params()
+            yield from without_critic(super()._iter_named_params())
 
         def sync_weights(self) -> None:
             if self.mode == "server":

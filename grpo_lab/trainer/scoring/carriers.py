@@ -88,12 +88,14 @@ class Penalised:
     Args:
         scored: the rows that stay.
         table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in ``local``.
+        charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
         to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
     """
 
     scored: Scored
     table: RewardTable
     to_go: Tensor | None = None
+    charged: Tensor | None = None
 
     @property
     def local(self) -> LocalRows:

@@ -53,7 +53,7 @@ def check_kl_in_reward(trainer: StepPort) -> None:
 
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
-    objective, table, to_go = trainer.algorithm.objective, scored.rewarded.table, None
+    objective, table, to_go, charged = trainer.algorithm.objective, scored.rewarded.table, None, None
     kl = None if objective is None else objective.kl_in_reward
     beta = controller.coefficient
     if kl is not None and beta is not None:
@@ -65,6 +65,7 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
         if kl.per == "sequence":
             table = _with_column(table, -beta * penalty)
         else:
+            charged = -beta * of_tokens
             to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
             controller.charged(trainer.accelerator.gather(masked_sum(k1(*log_probs), mask, dim=-1)))
@@ -73,7 +74,7 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
     if to_go is not None and table.local is not None:
         scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
         to_go = to_go * scorable.unsqueeze(1).to(to_go)
-    return Penalised(scored, table, to_go)
+    return Penalised(scored, table, to_go, charged)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:

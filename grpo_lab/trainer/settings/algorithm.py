@@ -33,6 +33,7 @@ from grpo_lab.trainer.settings.knobs import (
     surrogate_from,
 )
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
+from grpo_lab.trainer.settings.value import ValueSettings, critic_in_force, with_discounts
 
 #: what TRL's ``importance_sampling_level`` may be
 TRL_LEVELS = ("token", "sequence")
@@ -81,12 +82,14 @@ class Algorithm:
         advantage: our rule, or ``None``: TRL's own advantages (``scale_rewards``, ``multi_objective_aggregation``).
         left_to_trl: why the loss is left to TRL; ``None`` when it is ours.
         names: what each part is called, for logs, the model card and ``--dry-run``.
+        value: the critic, or ``None``.
     """
 
     objective: Objective | None
     advantage: AdvantageRule | None
     left_to_trl: str | None
     names: dict[str, str]
+    value: ValueSettings | None = None
 
     def describe(self) -> str:
         """The parts in force and the hooks over them, in one line."""
@@ -140,15 +143,20 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     average = aggregation_from(chosen.aggregation or row.aggregation)
     refuse_two_rules(settings.advantage, chosen.advantage)
     beside = chosen.advantage or row.rule
+    named, knobs = advantage_choice(settings.advantage, beside)
     rule = advantage_from(settings.advantage, beside)
-    objective = Objective(chosen.name or "custom", push, average, ratio, _kl_term(args, settings.kl))
-    names = _names(objective, in_words_as(rule, advantage_choice(settings.advantage, beside)[0]))
-    return Algorithm(objective, rule, None, names)
+    value = critic_in_force(args, settings, rule, name_of(named))
+    rule = with_discounts(rule, value, knobs)
+    kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
+    objective = Objective(chosen.name or "custom", push, average, ratio, kl)
+    names = _names(objective, in_words_as(rule, named))
+    return Algorithm(objective, rule, None, names if value is None else {**names, "value": value.in_words()}, value)
 
 
 def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     rule = advantage_from(settings.advantage, None)
     named = in_words_as(rule, settings.advantage.name) if rule and settings.advantage else _trl_advantage(args)
+    critic_in_force(args, settings, rule, named)
     reason = _why_trl(args)
     if reason is not None:
         if settings.kl is not None:
@@ -160,7 +168,7 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
     ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", TRL_LEVELS)
     push, average = surrogate(kind, **clip), aggregation(LOSS_TYPES[args.loss_type])
-    objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl))
+    objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl, "sequence"))
     return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
 
 
@@ -202,7 +210,7 @@ def _why_trl(args: Any) -> str | None:
     return None
 
 
-def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
+def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
     if chosen is None:
         if args.beta == 0.0:
             return None
@@ -219,7 +227,7 @@ def _kl_term(args: Any, chosen: KLSettings | None) -> KLTerm | None:
         chosen.estimator,
         chosen.placement,
         bool(chosen.ratio_weighted),
-        per=chosen.per or "sequence",
+        per=chosen.per or (per if chosen.placement == "reward" else "sequence"),
         gamma=gamma,
         control=control,
     )

@@ -21,6 +21,7 @@ from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking, refuse_idle_rollout
 from grpo_lab.trainer.settings.sampler import SamplerSettings, check_sampler
 from grpo_lab.trainer.settings.schedules import reward_schedules
+from grpo_lab.trainer.settings.value import ValueSettings
 
 
 @settings(bare="name", rest="knobs")
@@ -132,6 +133,7 @@ class LabSettings:
     objective: ObjectiveSettings | None = None
     advantage: AdvantageSettings | None = None
     kl: KLSettings | None = None
+    value: ValueSettings | None = None
     update: Annotated[UpdateSettings, NULL_IS_DEFAULT] = field(default_factory=UpdateSettings)
     rollout: Annotated[RolloutSettings, NULL_IS_DEFAULT] = field(default_factory=RolloutSettings)
     sampler: SamplerSettings | None = None

@@ -24,6 +24,7 @@ from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.trainer.step.row_table import Bin, RowTable
 from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
 from grpo_lab.trainer.step.update_record import UpdateRecord
+from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_bin
 from grpo_lab.trainer.step.verdict import StandingVerdict, Verdict
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, default_max_tokens, plan_update
@@ -153,13 +154,17 @@ class ExactUpdate:
             counted = replace(counted, tokens=rows.token_count.unsqueeze(1))
         origin = self._origin(rows.micro_batch, denominators)
         record_tokens(self.trainer, self.trainer.recorder.book("train"), batch, origin)
-        return batch, objective.aggregate(self.trainer.token_loss(batch), batch.mask, counted)
+        return batch, objective.aggregate(token_loss(self.trainer, batch), batch.mask, counted)
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
-        scored, entropies = completion_log_probs(self.trainer, model, rows.input_ids, rows.labels, rows.position_ids)
+        with hears_values(self.trainer, model) as heard:
+            scored, entropies = completion_log_probs(
+                self.trainer, model, rows.input_ids, rows.labels, rows.position_ids
+            )
         assert entropies is not None  # the policy's head makes them
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
-        return token_batch(self.trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields)
+        chosen, values = entropies.gather(1, rows.take), values_of_bin(heard, rows)
+        return token_batch(self.trainer, logps, chosen, rows.loss_mask, rows.fields, values)
 
     def _origin(self, micro_batch: Tensor | None, denominators: Denominators) -> Origin:
         assert micro_batch is not None  # the step's numbers are known

@@ -8,6 +8,7 @@ forward is put off until the first optimizer step of the batch, whose training f
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
 from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.part_questions import has_team_parts
-from grpo_lab.trainer.step.row_table import RowTable
+from grpo_lab.trainer.step.row_table import Bin, RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:
@@ -96,7 +97,18 @@ def _stays_ours(trainer: StepPort) -> bool:
 
 @torch.no_grad()
 def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> Tensor:
-    """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token.
+    """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
+
+    def of(part: Bin) -> Tensor:
+        scored, _ = trl_bridge.completion_log_probs(trainer, model, part.input_ids, part.labels, part.position_ids)
+        return scored
+
+    return forwards_in_bins(trainer, model, fields, of)
+
+
+@torch.no_grad()
+def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
+    """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a token.
 
     Args:
         fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right); of rows that
@@ -118,10 +130,9 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
     with trl_bridge.without_checkpointing(trainer):
         for rows in bins + [[]] * (int(rounds) - len(bins)):
             part = table.bin(rows, limit)
-            scored, _ = trl_bridge.completion_log_probs(trainer, model, part.input_ids, part.labels, part.position_ids)
-            logps = scored.gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
-            found[rows, : logps.size(1)] = logps[: len(rows)].to(found.dtype)
+            made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
+            found[rows, : made.size(1)] = made[: len(rows)].to(found.dtype)
     return found
 
 
-__all__ = ["GenerationForwards", "log_probs_in_bins"]
+__all__ = ["GenerationForwards", "forwards_in_bins", "log_probs_in_bins"]

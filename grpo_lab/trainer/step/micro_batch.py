@@ -13,6 +13,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.step.old_policy import old_log_probs
 from grpo_lab.trainer.step.token_metrics import record_tokens
+from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_micro_batch
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -33,7 +34,12 @@ def generation_budget(trainer: StepPort) -> float:
 
 
 def token_batch(
-    trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any]
+    trainer: StepPort,
+    logps: Tensor,
+    entropies: Tensor,
+    mask: Tensor,
+    fields: dict[str, Any],
+    values: Tensor | None = None,
 ) -> TokenBatch:
     """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its old
     log-probs are the forward's own."""
@@ -55,6 +61,7 @@ def token_batch(
         ref_logps=carried.ref_logps,
         entropies=entropies,
         sampler_weights=weights,
+        values=values,
         extras={name: value for name, value in fields.items() if isinstance(value, Tensor) and value.dim() > 0},
     )
 
@@ -69,16 +76,18 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
     objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
     assert objective is not None
-    logps, entropies, router_loss = trainer._get_per_token_logps_and_entropies(
-        model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].size(1),
-        compute_entropy=True,
-        compute_aux_loss=trainer.aux_loss_enabled,
-        **{name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
-    )
-    batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs)
+    with hears_values(trainer, model) as heard:
+        logps, entropies, router_loss = trainer._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=trainer.aux_loss_enabled,
+            **{name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
+        )
+    values = values_of_micro_batch(heard, logps.size(1))
+    batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
     accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
     denominators = Denominators(
         rows=batch.mask.size(0) * accumulation,
@@ -86,7 +95,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
         budget=generation_budget(trainer),
         micro_batches=accumulation,
     )
-    loss: Tensor = objective.aggregate(trainer.token_loss(batch), batch.mask, denominators)
+    loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it

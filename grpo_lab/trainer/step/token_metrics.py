@@ -13,6 +13,7 @@ from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin
 from grpo_lab.trainer.metrics.by_length import add_by_length
 from grpo_lab.trainer.proof.loss_proof import toy_batch
+from grpo_lab.trainer.step.values import value_metrics
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -32,6 +33,7 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         values["entropy"] = batch.entropies
     if objective.kl_in_loss is not None:
         values["kl"] = objective.kl_in_loss.in_loss(batch)
+    values.update(value_metrics(trainer, batch))
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(batch.extras)

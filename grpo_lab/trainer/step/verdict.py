@@ -150,7 +150,7 @@ class StandingVerdict:
         assert objective is not None
         return LiveConditions(
             kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
-            value_loss=0.0,
+            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
             surrogate_vanishes=vanishes,
             entropy_bonus=args.entropy_coef,
             adaptive_entropy=args.use_adaptive_entropy,

@@ -7,6 +7,7 @@ that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl`
     gradients   backward, sharding, loading           logs       metrics and tables that TRL has written
     rewards     what TRL calls a reward               replace    a name stands for something else inside a block
     reference   TRL's reference beside the policy
+    values      a critic inside the policy's module
 """
 
 from grpo_lab.trainer.trl_bridge.forwards import (
@@ -44,10 +45,22 @@ from grpo_lab.trainer.trl_bridge.names import (
 from grpo_lab.trainer.trl_bridge.reference import copy_to_reference, reference_tensors, whole_by_names
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
 from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.trainer.trl_bridge.values import (
+    CRITIC,
+    critic_of,
+    followed_by_policy_only,
+    give_critic,
+    inside,
+    is_critics,
+    policy_parameters,
+    values_heard,
+    without_critic,
+)
 
 __all__ = [
     "ATTRIBUTES",
     "COMPLETION_FIELDS",
+    "CRITIC",
     "METHODS",
     "MULTIMODAL_FIELDS",
     "SAMPLING_METRICS",
@@ -56,13 +69,19 @@ __all__ = [
     "backward",
     "completion_log_probs",
     "copy_to_reference",
+    "critic_of",
+    "followed_by_policy_only",
     "forget_sampling_metrics",
     "forwards_replaced",
+    "give_critic",
+    "inside",
     "is_compiled",
+    "is_critics",
     "is_multimodal",
     "logged_rows",
     "may_bring_images",
     "plain_cpu",
+    "policy_parameters",
     "positions_given",
     "put_aside",
     "reference_model_in_full",
@@ -70,9 +89,11 @@ __all__ = [
     "replace_logged_advantages",
     "replace_logged_rows",
     "replaced",
+    "values_heard",
     "wants_old_log_probs",
     "whole_by_names",
     "without_autocast",
     "without_checkpointing",
+    "without_critic",
     "without_gradient_sync",
 ]

@@ -1,0 +1,50 @@
+"""What a critic is trained on, and how well it explains the returns. Pure: no trainer, no averaging."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_values(values: Tensor, old_values: Tensor, cliprange: float | None) -> Tensor:
+    """``V_old + clamp(V − V_old, ±cliprange)``, in units of the reward; ``None``: V as it is."""
+    if cliprange is None:
+        return values
+    return old_values + (values - old_values).clamp(-cliprange, cliprange)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = 0.2) -> Tensor:
+    """Per-token loss of the critic, ``[B, T]`` in units of the reward squared.
+
+        ½ · max( (V − R)², (V_clip − R)² )        V_clip = V_old + clamp(V − V_old, ±cliprange)
+
+    The larger of the two: a value that has moved further than ``cliprange`` *towards* its return has no gradient left, one that
+    moved away has all of it. Source: PPO's public implementations (OpenAI baselines, AlpacaFarm, TRL's deleted PPOTrainer); the paper
+    (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
+
+    Args:
+        values: ``[B, T]`` of the critic that is being trained; carries the gradient.
+        old_values: ``[B, T]`` at generation.
+        returns: ``[B, T]``, Â + V_old before any whitening.
+        cliprange: > 0, or ``None`` for the plain square.
+    """
+    clipped = clipped_values(values, old_values, cliprange)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = 0.2) -> Tensor:
+    """bool ``[B, T]``: where the clipped square is the larger one, so that the loss has no gradient."""
+    clipped = clipped_values(values, old_values, cliprange)
+    return (clipped - returns).square() > (values - returns).square()
+
+
+def explained_variance(returns: float, errors: float) -> float | None:
+    """``1 − Var(R − V)/Var(R)`` from the two variances: 1 for a perfect critic, 0 for a constant one, negative for a worse one.
+
+    Returns:
+        ``None`` where the returns do not vary, and there is nothing to explain.
+    """
+    return None if returns <= 0 else 1.0 - errors / returns
+
+
+__all__ = ["clipped_values", "explained_variance", "value_clip_acts", "value_loss"]

@@ -1,0 +1,111 @@
+"""The critic on disk: ``critic/`` beside the policy's files, which stay those of a plain causal model.
+
+critic.json         format, whether it has a network of its own, width of the hidden states
+critic.safetensors  its tensors
+config.json         of its own network, where it has one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.trainer.critic.network import Critic
+from grpo_lab.trainer.trl_bridge import CRITIC, is_critics
+
+FOLDER = "critic"
+MANIFEST, TENSORS = "critic.json", "critic.safetensors"
+FORMAT = 1
+
+
+def is_critic_folder(folder: str) -> bool:
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def critic_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The critic's tensors among a policy module's, under their own names, each with memory of its own."""
+    found = {name.split(f"{CRITIC}.", 1)[1]: value for name, value in state.items() if is_critics(name)}
+    return {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
+
+
+def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
+    """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are sharded).
+
+    Raises:
+        ValueError: the state does not hold all of them.
+    """
+    tensors = critic_tensors(state)
+    missing = sorted(set(critic.state_dict()) - set(tensors))
+    if missing:
+        raise ValueError(f"the critic cannot be saved: the model's state lacks {missing[:3]} of it")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / TENSORS, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    if critic.trunk is not None:
+        critic.trunk.config.save_pretrained(folder)
+    told = {"format": FORMAT, "own_network": critic.trunk is not None, "hidden_size": critic.head.in_features}
+    write_whole_text(folder / MANIFEST, json.dumps(told))
+
+
+def load_critic(folder: str | Path) -> Critic:
+    """A critic that ``save_critic`` wrote.
+
+    Raises:
+        ValueError: a file is missing or damaged, or of another format.
+    """
+    place = Path(folder)
+    try:
+        told = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        if told["format"] != FORMAT:
+            raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
+        tensors = load_file(place / TENSORS)
+        trunk = AutoModel.from_config(AutoConfig.from_pretrained(place)) if told["own_network"] else None
+        critic = Critic(int(told["hidden_size"]), trunk)
+        critic.load_state_dict(tensors)
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error
+    return critic
+
+
+def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
+    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed), nothing.
+
+    Args:
+        state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
+    """
+    if critic is not None and state != {}:
+        whole = trainer.model.state_dict() if state is None else state
+        save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
+
+
+@torch.no_grad()
+def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None:
+    """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states, and loaded.
+
+    Raises:
+        ValueError: the checkpoint holds none, or another kind.
+    """
+    if checkpoint is None or critic is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    folder = Path(checkpoint) / FOLDER
+    if not is_critic_folder(str(folder)):
+        raise ValueError(
+            f"`resume_from_checkpoint`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
+            "checkpoint of a run with a critic, or start from the model in it"
+        )
+    try:
+        critic.load_state_dict(load_file(folder / TENSORS))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"`resume_from_checkpoint`: the critic of {checkpoint} does not fit `value.model`: {error}"
+        ) from error
+
+
+__all__ = ["FOLDER", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]

@@ -1,0 +1,158 @@
+"""A critic inside the policy's module: its forward answers values beside log-probs, and nobody who means the policy sees it.
+
+DDP, FSDP2 and DeepSpeed wrap one module and hook its forward. So the critic is a sub-module of the policy model and is called inside the
+policy's forward, from the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)`` and HF's
+``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the policy could give. What walks over the policy's
+parameters leaves out those under ``CRITIC``: ``save_pretrained`` (here), the engine's weight sync (``rollout.engine``), a moving
+reference (``followed_by_policy_only``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import FusedCausalLMOutput
+
+#: the sub-module's name, in every parameter's and state's
+CRITIC = "grpo_lab_critic"
+#: of the forward's arguments: what is no input of a trunk
+_OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch", "output_router_logits")
+
+
+@dataclass
+class ValuedOutput(FusedCausalLMOutput):  # type: ignore[misc]
+    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t the value of the state in which token t + 1 is chosen."""
+
+    state_values: Tensor | None = None
+
+
+def is_critics(name: str) -> bool:
+    """Whether a parameter or state of this name belongs to the critic."""
+    return f"{CRITIC}." in name
+
+
+def inside(model: Any) -> Any:
+    """The causal model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def critic_of(model: Any) -> Any:
+    """The critic in an unwrapped policy model, or None."""
+    return getattr(inside(model), CRITIC, None)
+
+
+def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """``model.parameters()`` without the critic's."""
+    return (parameter for name, parameter in model.named_parameters() if not is_critics(name))
+
+
+def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Parameters or states by name, without the critic's. The stream is read to its end: sharded ones are gathered on the way."""
+    return ((name, value) for name, value in named if not is_critics(name))
+
+
+def give_critic(model: Any, critic: nn.Module) -> None:
+    """Put ``critic`` into a policy model that has TRL's fused head already, inside PEFT's wrapper and before any other.
+
+    ``critic(states, inputs)``: hidden states ``[B, L, H]`` and the trunk's inputs → ``[B, L - 1]``.
+    """
+    policy = inside(model)
+    policy.add_module(CRITIC, critic)
+    fused = policy.forward
+
+    @functools.wraps(type(policy).forward)  # `generate` looks at the signature
+    def forward(self: Any, *args: Any, state_values: str | None = None, **kwargs: Any) -> Any:
+        if state_values is None:
+            return fused(*args, **kwargs)
+        seen: list[Tensor] = []
+
+        def keep(_module: Any, _args: Any, output: Any) -> None:
+            seen.append(output.last_hidden_state)
+
+        hook = self.base_model.register_forward_hook(keep, prepend=True)  # before any that picks places of it
+        try:
+            output = fused(*args, **kwargs)
+        finally:
+            hook.remove()
+        states = seen[0].detach() if state_values == "detached" else seen[0]
+        inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
+        made = {field.name: getattr(output, field.name) for field in fields(FusedCausalLMOutput)}
+        return ValuedOutput(**made, state_values=getattr(self, CRITIC)(states, inputs))
+
+    policy.forward = types.MethodType(forward, policy)
+    policy.save_pretrained = types.MethodType(_save_policy, policy)
+
+
+def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    state = dict(without_critic((self.state_dict() if state_dict is None else state_dict).items()))
+    return type(self).save_pretrained(self, save_directory, *args, state_dict=state, **kwargs)
+
+
+@contextlib.contextmanager
+def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
+    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each.
+
+    They are read off the outermost wrapper's output, as log-probs are, so that its hooks for the backward see them.
+
+    Args:
+        trunk_learns: False: the policy's hidden states are detached first.
+    """
+    heard: list[Tensor] = []
+    how = "attached" if trunk_learns else "detached"
+
+    def ask(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "state_values": how}
+
+    def listen(_module: Any, _args: Any, output: Any) -> None:
+        heard.append(output.state_values)
+
+    hooks = [
+        trainer.accelerator.unwrap_model(model).register_forward_pre_hook(ask, with_kwargs=True),
+        model.register_forward_hook(listen),
+    ]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _PolicyOnly:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return policy_parameters(self._model)
+
+
+def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
+    """TRL's ``sync_ref_model`` walks both models' parameters side by side: from now on it walks the policy's alone."""
+    for callback in callbacks:
+        if isinstance(callback, SyncRefModelCallback):
+            plain = type(callback).sync_target_model
+
+            def sync(model: Any, target: Any, alpha: float, plain: Any = plain) -> None:
+                plain(_PolicyOnly(model), target, alpha)
+
+            vars(callback)["sync_target_model"] = sync
+
+
+__all__ = [
+    "CRITIC",
+    "ValuedOutput",
+    "critic_of",
+    "followed_by_policy_only",
+    "give_critic",
+    "inside",
+    "is_critics",
+    "policy_parameters",
+    "values_heard",
+    "without_critic",
+]

@@ -1,0 +1,70 @@
+"""PPO with a head and with a network of its own, on this world's ranks, sharded or not.
+
+    accelerate launch --config_file … [cpu_fsdp2.py] tests/distributed/ppo_worker.py MODEL OUT
+
+Leaves ``<kind>.pt`` (final weights, critic included) and ``<kind>.json`` (prompts and completions of all ranks, a list a generation, and
+how the model is wrapped), and the folder ``<kind>/saved`` of ``save_model``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ppo_oracle
+from distributed.worker import whole_weights
+from grpo_lab import LabConfig, PPOTrainer
+from parity.harness import LENGTHS, arguments, problems
+
+ROWS = 12
+
+
+def build(model: str, out: Path, kind: str, ranks: int) -> PPOTrainer:
+    settings = {
+        "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "max_steps": 4,
+        "gradient_checkpointing": False, **ppo_oracle.settings(out / f"critic-{kind}"),
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return PPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=[ppo_oracle.scripted_reward],
+        args=LabConfig(**arguments(out / kind, **settings)),
+        train_dataset=problems(),
+        processing_class=tokenizer,
+        rollout_func=ppo_oracle.Interleaved(range(20, 90), LENGTHS, end_id=tokenizer.eos_token_id, truncated_share=0.3),
+    )
+
+
+def main(model: str, out: str) -> None:
+    torch.set_num_threads(1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    for kind in ppo_oracle.KINDS:
+        trainer = build(model, Path(out), kind, ranks)
+        trainer.train()
+        made = gather_object([trainer.rollout_func.batches])
+        batches = [
+            [[ids for rank in made for ids in rank[call][part]] for part in (0, 1)] for call in range(len(made[0]))
+        ]
+        weights, share = whole_weights(trainer.accelerator.unwrap_model(trainer.model))
+        trainer.save_model(str(Path(out) / kind / "saved"))
+        if trainer.accelerator.is_main_process:
+            torch.save(weights, Path(out) / f"{kind}.pt")
+            losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+            report = {"world": trainer.accelerator.num_processes, "batches": batches, "share": share, "losses": losses}
+            (Path(out) / f"{kind}.json").write_text(json.dumps(report))
+        trainer.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads race with the interpreter's teardown
