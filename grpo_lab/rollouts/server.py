@@ -27,6 +27,8 @@ from grpo_lab.rollouts.server_token import VARIABLE, Token, of_server
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
 GUARD = "grpo_lab.rollouts.server_access.Guard"
+#: a second token, and unpickling what is sent
+NOT_OURS = ("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 #: of the trainer that starts a server, and not for it
 OF_ANOTHER_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -130,7 +132,7 @@ def server_environment(options: ServerOptions, token: str) -> dict[str, str]:
     """
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name in ("VLLM_CPU_KVCACHE_SPACE", *OF_ANOTHER_RUN):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", *NOT_OURS, *OF_ANOTHER_RUN):
         environment.pop(name, None)
     environment |= {
         VARIABLE: token,

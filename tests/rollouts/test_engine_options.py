@@ -69,7 +69,9 @@ def test_ranks_and_neighbouring_seeds_draw_differently() -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_server_command_stays_on_this_machine(on_cpu: bool) -> None:
+def test_server_command_stays_on_this_machine(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        monkeypatch.setenv(name, "1")
     command = server_command(ServerOptions("model", port=8123, engine=EngineOptions(seed=7)), on_cpu=on_cpu)
     text = " ".join(command)
     assert "--host 127.0.0.1 --port 8123 --seed 7" in text
@@ -80,7 +82,7 @@ def test_server_command_stays_on_this_machine(on_cpu: bool) -> None:
     assert "trust" not in text
     assert "--middleware grpo_lab.rollouts.server_access.Guard --allowed-origins [] --disable-fastapi-docs" in text
     environment = server_environment(ServerOptions("model", allow_hosts=("node7",)), "t" * 43)
-    assert "RANK" not in environment
+    assert {"RANK", "VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION"}.isdisjoint(environment)
     assert environment["GRPO_LAB_SERVER_TOKEN"] == "t" * 43
     assert environment["GRPO_LAB_SERVER_HOSTS"] == "127.0.0.1,node7"
 

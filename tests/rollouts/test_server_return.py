@@ -215,7 +215,13 @@ def test_a_proof_that_fails_is_no_return(tell: Tell) -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [ServerGone("not within 5 s"), ValueError("serves another model"), WeightSyncError("did not load")]
+    "failure",
+    [
+        ServerGone("not within 5 s"),
+        ValueError("serves another model"),
+        WeightSyncError("did not load"),
+        PermissionError("log"),
+    ],
 )
 def test_what_cannot_be_had_ends_the_run_as_a_lost_server(tell: Tell, failure: Exception) -> None:
     """`ServerGone` is what a checkpoint is kept for."""

@@ -90,7 +90,7 @@ class ServerReturn:
         try:
             with self.generation.waiting():
                 self._have(sync)
-        except (ServerGone, EngineFault, WeightSyncError, ValueError) as failure:
+        except (OSError, RuntimeError, ValueError) as failure:  # ours, a log that cannot be written, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
         self._since, self._unproven = self._since + 1, True
         waited = time.monotonic() - start
