@@ -274,7 +274,7 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
     assert torch.allclose(entropy[scored].double(), -(expected.exp() * expected).sum(-1)[:, :-1][scored], atol=1e-5)
 
 
-@pytest.mark.parametrize("how", [pytest.param("wrapped", marks=pytest.mark.slow), "in place"])
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
     trainer: Any, tiny_folder: Path, tmp_path: Path, how: str
 ) -> None:

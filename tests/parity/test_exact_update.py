@@ -281,9 +281,7 @@ def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tm
     assert movement_difference(ours, stock) < FLOAT64
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[] if name == "dapo" else [pytest.mark.slow]) for name in STOCK]
-)
+@pytest.mark.parametrize("preset", STOCK)
 def test_the_order_of_rows_does_not_matter(
     preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def by_hand(script: Script, folder: Path, start: dict[str, torch.Tensor]) -> Run
     return Run([], [], weights, start, [], None)
 
 
-@pytest.mark.parametrize("kind", ["tools", pytest.param("environment", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     exact, script = tool_run(kind, models, tmp_path)
     roles = [[turn["role"] for turn in turns] for turns in script.messages]

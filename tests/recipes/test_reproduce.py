@@ -93,13 +93,7 @@ def expected_prompt(template: str, question: str) -> str:
     return question + " " + 'Let\'s think step by step and output the final answer after "####".'
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.slow] if place else [], id=path.stem)
-        for place, path in enumerate(REPRODUCE)
-    ],
-)
+@pytest.mark.parametrize("path", REPRODUCE, ids=lambda path: path.stem)
 def test_dry_runs_on_real_rows_with_the_sources_prompt(path: Path, grpo_lab_data: Path, tmp_path: Path) -> None:
     changes = here(path, grpo_lab_data) | {"output_dir": str(tmp_path / "out")}
     recipe = read_recipe(path, changes)

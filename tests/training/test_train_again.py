@@ -81,7 +81,7 @@ def trained(trainer: Any) -> tuple[Tensor, list[dict[str, Any]]]:
     return weights(trainer), untimed
 
 
-@pytest.mark.parametrize("objective", [pytest.param(None, marks=pytest.mark.slow), "dapo"])
+@pytest.mark.parametrize("objective", [None, "dapo"])
 def test_after_an_error_in_a_reward(objective: str | None, tiny_folder: Path, tmp_path: Path) -> None:
     trainer = build(tiny_folder, tmp_path, reward=Fails(at=2), objective=objective, **WINDOW)
     start = weights(trainer)
@@ -98,7 +98,6 @@ def test_after_an_error_in_a_reward(objective: str | None, tiny_folder: Path, tm
     assert not torch.equal(expected[0], start)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", [None, "dapo"])
 def test_after_ctrl_c_inside_a_generation_batch(objective: str | None, tiny_folder: Path, tmp_path: Path) -> None:
     """Step 2 was begun on the second half of the batch; the rest of it is of the training that broke off."""
@@ -128,7 +127,6 @@ def test_after_a_training_that_ended_inside_a_batch_as_stock(tiny_folder: Path, 
     assert torch.allclose(weights(ours), weights(stock), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_after_a_training_that_ended_inside_a_batch_anew(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = build(tiny_folder, tmp_path, objective="dapo", **REUSED)
     trained(trainer)

@@ -50,7 +50,6 @@ def test_the_same_release_has_moved_nothing(installed: Path, tmp_path: Path) -> 
     assert "found trl 1.99.0" in said  # what its user reads
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "code", "line"),
     [
@@ -67,7 +66,6 @@ def test_what_moved_is_named(installed: Path, tmp_path: Path, old: str, new: str
     assert line in found[1]
 
 
-@pytest.mark.slow
 def test_a_comment_is_no_change(installed: Path, tmp_path: Path) -> None:
     text = "def _compute_loss(self, model, inputs):"
     changes = {"trl/trainer/grpo_trainer.py": (text, f"{text}\n        # another comment")}
