@@ -49,7 +49,7 @@ test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part o
 	done
 
 test-fast: setup  ## the part of the suite that takes under two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not thorough and not vllm"
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -14,6 +14,22 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import pytest
 
 
+def thorough() -> dict[str, str]:
+    """``tests/thorough.txt``: test → the case that stays in ``make test-fast``, or nothing."""
+    lines = (Path(__file__).parent / "thorough.txt").read_text().splitlines()
+    pairs = (line.partition("|") for line in lines if not line.startswith("#"))
+    return {test.strip(): kept.strip() for test, _, kept in pairs}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    left_out = thorough()
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if test in left_out and case.removesuffix("]") != (left_out[test] or None):
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture(scope="session")
 def grpo_lab_data() -> Path:
     """The folder of real data (``$GRPO_LAB_DATA``, else ``../shared/data`` beside the checkout), or a skip."""

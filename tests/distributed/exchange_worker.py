@@ -22,7 +22,7 @@ from grpo_lab.trainer.step.row_numbers import COLUMNS, RowNumbers
 from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Plan, plan_update
 
-CASES = 200
+CASES = 100
 #: bytes of a number on the way: token ids as int32, masks as one byte, everything else as it is
 ON_THE_WAY = {"prompt_ids": 4, "completion_ids": 4, "completion_mask": 1, "tool_mask": 1}
 
