@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,24 +12,22 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.atomic import whole_folder
-from grpo_lab.curation import Sampled, contrast_pairs, pass_rates, right_answers
-from grpo_lab.curation.rejection import normalised
+from grpo_lab.curation import Sampled, pass_rates
 from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.recipe import ModelSection
+from grpo_lab.pipelines.round_selection import check_rows, questions_of, selected
 from grpo_lab.pipelines.rounds import MODEL, Make, Round
-from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe, seed_of
+from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
 from grpo_lab.pipelines.run_folder import MetricsFile
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
-from grpo_lab.rewards.equation_list import calculates_right, equation_list
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
 SAMPLES, SAMPLING, ROWS = "samples.jsonl", "sampling.jsonl", "rows.jsonl"
 """All samples of a round; those made so far (gone when the former is there); what is trained on."""
-GOLD = "worked_solution"
 WEIGHT = "rewards/weight"
 
 
@@ -195,51 +192,6 @@ class RoundParts:
             "mean_length_correct": result.mean_length_correct,
             "worked_out_share": result.worked_out_share,
         }
-
-
-def selected(recipe: RoundsRecipe, samples: list[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The rows or pairs that the recipe takes from the samples, and what was counted."""
-    if recipe.method in IMITATE:
-        keep = recipe.keep or KeepSettings()
-        rows, counts = right_answers(
-            samples,
-            per_problem=keep.per_problem,
-            same=_SAME[keep.distinct],
-            sound=calculates_right if keep.right_calculations else None,
-            gold=GOLD if keep.gold else None,
-        )
-    else:
-        pairs = recipe.pairs or ContrastSettings()
-        rows, counts = contrast_pairs(samples, per_problem=pairs.per_problem, same=_SAME[pairs.distinct])
-    return rows, counts.facts()
-
-
-def check_rows(recipe: RoundsRecipe, rows: Any) -> None:
-    """ValueError for rows that the recipe cannot be run on."""
-    if recipe.keep is not None and recipe.keep.gold and GOLD not in rows.column_names:
-        raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {rows.column_names}")
-    asked = recipe.rounds.questions
-    if asked is not None and asked > len(rows):
-        raise ValueError(
-            f"`rounds.questions` is {asked} and `data` has {len(rows)} rows; ask fewer, or leave it out for all"
-        )
-
-
-def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when fewer are left."""
-    if asked is None:
-        return list(range(total))
-    lap, place = divmod(number - 1, total // asked)
-    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
-    return order[place * asked : (place + 1) * asked]
-
-
-def _equations_or_words(text: str) -> Any:
-    """By its equations; an answer without any by its words: two proofs in words are two ways."""
-    return equation_list(text) or normalised(text)
-
-
-_SAME: dict[str, Callable[[str], Any]] = {"equations": _equations_or_words, "words": normalised, "text": str}
 
 
 class _Counted(MetricsFile):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.plan import count_of, model_of, rows_of
-from grpo_lab.pipelines.round_parts import check_rows
+from grpo_lab.pipelines.round_selection import check_rows
 from grpo_lab.pipelines.rounds import round_folder
 from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
 from grpo_lab.pipelines.run_rounds import check_folder, check_settings

@@ -28,6 +28,7 @@ from documentation.commands import ON_CPU, check_line
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.settings.schedules import reward_schedules
 
@@ -83,6 +84,9 @@ def test_yaml(block: Block) -> None:
         keys = [key.value for key, _ in document.value]
         assert len(keys) == len(set(keys)), f"{block.where}: a key twice; alternatives are separated by `---`: {keys}"
     for written in yaml.safe_load_all(block.code):
+        if written.get("method") in METHODS:  # a recipe of `grpo-lab rounds`, whole
+            rounds_recipe_from(written)
+            continue
         base = read_yaml(BASE)
         base.pop("objective", None) if "objective" in written else None
         recipe = recipe_from({**base, **written, **ON_CPU})

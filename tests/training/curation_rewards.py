@@ -14,6 +14,8 @@ def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[flo
     ]
 
 
-def with_an_e(completions: list[Any], **_: Any) -> list[float]:
-    """1 where the completion has an "e" in it: something that a random model does at times, and can be taught in seconds."""
-    return [float("e" in repr(completion).partition("content")[2]) for completion in completions]
+def early_letter(completions: list[Any], **_: Any) -> list[float]:
+    """1 where the first letter or sign of a completion is one of a … l: something that a random model does at times, and that a few
+    steps of supervised training teach it, whatever comes after it.
+    """
+    return [float(one[-1]["content"].lstrip()[:1] in tuple("abcdefghijkl")) for one in completions]

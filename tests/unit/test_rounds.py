@@ -11,7 +11,7 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.evaluation.rounds_page import figures, rounds_page
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.pipelines.round_parts import questions_of
+from grpo_lab.pipelines.round_selection import questions_of
 from grpo_lab.pipelines.rounds import Round, carry_out, read_facts, rounds
 from grpo_lab.pipelines.rounds_plan import plan_of_rounds
 from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from, seed_of
