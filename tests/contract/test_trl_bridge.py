@@ -6,6 +6,7 @@ Everything runs against the installed TRL; nothing is stubbed but the vLLM engin
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.metadata
 import inspect
 import re
@@ -523,3 +524,21 @@ def test_another_trl_is_refused_with_one_clear_message(found: str, monkeypatch: 
 def test_the_installed_trl_is_a_tested_one() -> None:
     minor = ".".join(importlib.metadata.version("trl").split(".")[:2])
     assert minor in trl_bridge.SUPPORTED_TRL
+
+
+def test_what_a_critic_inside_the_policys_module_relies_on() -> None:
+    """``trl_bridge.values``: the fused output's fields, a callback that moves the reference parameter by parameter, and HF's saving."""
+    from transformers import PreTrainedModel
+    from trl.trainer.callbacks import SyncRefModelCallback
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    names = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
+    assert {"log_probs", "entropy", "loss"} <= names
+    assert "state_values" not in names
+    assert list(inspect.signature(SyncRefModelCallback.sync_target_model).parameters) == [
+        "model",
+        "target_model",
+        "alpha",
+    ]
+    assert "sync_target_model(" in inspect.getsource(SyncRefModelCallback.on_step_end)
+    assert "state_dict" in inspect.signature(PreTrainedModel.save_pretrained).parameters

@@ -13,7 +13,7 @@ from typing import Any
 
 from peft import LoraConfig
 
-from grpo_lab import DrGRPOTrainer, KimiTrainer, LabTrainer, R1ZeroTrainer
+from grpo_lab import DrGRPOTrainer, KimiTrainer, LabTrainer, PPOTrainer, R1ZeroTrainer
 from grpo_lab.rewards import KimiLengthReward, group_reward, step_reward
 from grpo_lab.rewards.protocol import Group
 from parity.harness import mixed_reward
@@ -97,6 +97,17 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("batch_zscore", _ours("dapo", advantage="batch_zscore")),
     Setting("group_max", _ours("dr_grpo", advantage="group_max")),
     Setting("raw_unclipped", _ours({"name": "dr_grpo", "surrogate": "unclipped"}, advantage="raw", learning_rate=0.1)),
+    # a critic
+    Setting(
+        "ppo_kl_tokens_reused",
+        {
+            "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.05},
+            "value": {"model": "copy", "learning_rate": 0.05, "warmup_steps": 1, "missing_eos_penalty": 0.5},
+            **REUSED,
+        },
+        trainer=PPOTrainer,
+        rewards=lambda: [accuracy_reward],
+    ),
     # KL
     Setting("kl_k3_loss", _ours("grpo", beta=0.04)),
     Setting("kl_k2_loss", _ours("dr_grpo", kl={"estimator": "k2", "placement": "loss", "coefficient": 0.1})),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
@@ -69,7 +70,7 @@ def load_critic(folder: str | Path) -> Critic:
         trunk = AutoModel.from_config(AutoConfig.from_pretrained(place)) if told["own_network"] else None
         critic = Critic(int(told["hidden_size"]), trunk)
         critic.load_state_dict(tensors)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error
     return critic
 
@@ -102,7 +103,7 @@ def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None
         )
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"`resume_from_checkpoint`: the critic of {checkpoint} does not fit `value.model`: {error}"
         ) from error
