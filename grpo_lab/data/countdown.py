@@ -59,7 +59,9 @@ def countdown(
     """
     form = find_template(template, system_prompt)
     if n < 1 or largest < 2 or largest_target < 2:
-        raise ValueError(f"n is {n}, largest {largest}, largest_target {largest_target}; at least 1, 2 and 2 are needed")
+        raise ValueError(
+            f"n is {n}, largest {largest}, largest_target {largest_target}; at least 1, 2 and 2 are needed"
+        )
     sizes = checked_range("numbers", numbers, 2, 8)
     games = list(islice(_games(random.Random(f"countdown/{seed}/{split}"), split, sizes, largest, largest_target), n))
     if len(games) < n:
@@ -82,9 +84,7 @@ def _row(game: Game) -> dict[str, Any]:
     }
 
 
-def _games(
-    rng: random.Random, split: str, sizes: tuple[int, int], largest: int, largest_target: int
-) -> Iterator[Game]:
+def _games(rng: random.Random, split: str, sizes: tuple[int, int], largest: int, largest_target: int) -> Iterator[Game]:
     checked_split(split)
     seen: set[tuple[tuple[int, ...], int]] = set()
     misses = 0

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.hashes import HashesReward
     from grpo_lab.rewards.language import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
-    from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.proof import ProofReward
+    from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps

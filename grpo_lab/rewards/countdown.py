@@ -100,7 +100,7 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     """Whether ``text`` is an expression, or ``expression = target``, that wins the game."""
-    left, equals, right = text.strip().strip("$`").rstrip(".").partition("=")
+    left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     try:
         value, used = value_and_numbers(left)
         stated = Fraction(target) if not equals else value_and_numbers(right)[0]
@@ -136,7 +136,8 @@ class CountdownReward:
                 f"got {len(completions)} completions, {len(numbers)} rows of numbers and {len(target)} targets; they must be one to one"
             )
         return [
-            self._score(completion_text(text), row, goal) for text, row, goal in zip(completions, numbers, target, strict=True)
+            self._score(completion_text(text), row, goal)
+            for text, row, goal in zip(completions, numbers, target, strict=True)
         ]
 
     def _score(self, text: str, numbers: Sequence[int], target: int | None) -> float | None:

@@ -27,7 +27,9 @@ from grpo_lab.verifiers.formula import FALSE, Formula, NoFormula, read
 
 MOST_LINES = 200
 _LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
-_RULE = re.compile(r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$")
+_RULE = re.compile(
+    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
+)
 _SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "→": ">", "⊥": "#"})
 
 

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _missing(name: str) -> str:
     """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():

@@ -18,8 +18,28 @@ from typing import Any
 from grpo_lab.verifiers.code.wire import Broken, Channel, pack, pack_name, unpack
 
 _YES_OR_NO = frozenset(
-    "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle "
-    "isupper issubset issuperset isdisjoint is_integer match fullmatch".split()
+    [
+        "startswith",
+        "endswith",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "isidentifier",
+        "islower",
+        "isnumeric",
+        "isprintable",
+        "isspace",
+        "istitle",
+        "isupper",
+        "issubset",
+        "issuperset",
+        "isdisjoint",
+        "is_integer",
+        "match",
+        "fullmatch",
+    ]
 )
 """Questions of plain data's own types: an object that answers yes to each must not pass for a text or a set."""
 

@@ -32,7 +32,7 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 def readable() -> list[str]:
     """What can be read inside. Links stay links."""
-    inside = any(_PREFIX == place or _PREFIX.startswith(place + "/") for place in _SYSTEM)
+    inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM)
     return [place for place in _SYSTEM if os.path.lexists(place)] + ([] if inside else [_PREFIX])
 
 
