@@ -11,6 +11,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,3 +152,35 @@ def fill(program: str, filled: dict[str, str]) -> str:
     for name, value in filled.items():
         program = program.replace(name, value) if name != "CANARY_TOKEN" else program.replace(name, "\0")
     return program.replace("\0", "CANARY_TOKEN")
+
+
+def test_the_forgeries_are_real() -> None:
+    """A harness that runs program and tests in one interpreter and trusts its exit status pays many of them."""
+    paid = []
+    for name in ("leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything", "an int that equals everything",
+                 "a mock", "patches AssertionError", "leaves at exit", "quit() in the call"):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=60)
+        paid += [name] * (done.returncode == 0)
+    assert len(paid) >= 6, paid
+
+
+def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
+    """Two attacks that reach nothing but this test's own file and socket."""
+    canary = tmp_path / "canary"
+    canary.write_text("untouched")
+    bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["limits"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(WALL_S)
+        filled = {"CANARY": str(canary), "PORT": str(server.getsockname()[1])}
+        names = ("a symbolic link out", "a socket to the trainer")
+        nothing_paid(scores(bare, {name: fill(HARMFUL[name], filled) for name in names}))
+        server.accept()[0].close()
+    bare.close()
+    assert canary.read_text() == "touched"
+
+
+def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = CodeReward(workers=1)
+    bare._judge._missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
+    with pytest.raises(ValueError, match=r"keeps a model-written program from the files .*`walls: \['limits'\]`"):
+        bare(completions=["x = 1"], tests=["assert x == 1"])

@@ -345,7 +345,8 @@ def test_made_tasks_are_solved_by_their_program_and_by_none_with_a_step_less(rew
     shorter = [program.replace(program.splitlines()[1] + "\n", "", 1) for program in rows["solution"]]
     assert reward(completions=shorter, tests=rows["tests"]) == [0.0] * 12
     programs = {split: set(coding_tasks(150, split=split)["solution"]) for split in ("train", "cold_start", "test")}
-    assert not programs["train"] & programs["test"] and not programs["train"] & programs["cold_start"]
+    assert not programs["train"] & programs["test"]
+    assert not programs["train"] & programs["cold_start"]
     with pytest.raises(ValueError, match="steps"):
         coding_tasks(1, steps=(3, 9))
 

@@ -84,11 +84,9 @@ def test_splits_share_no_game_and_seeds_repeat() -> None:
         split: {(tuple(sorted(row["numbers"])), row["target"]) for row in countdown(300, seed=1, split=split)}
         for split in ("train", "cold_start", "test")
     }
-    assert (
-        not games["train"] & games["test"]
-        and not games["train"] & games["cold_start"]
-        and not games["test"] & games["cold_start"]
-    )
+    assert not games["train"] & games["test"]
+    assert not games["train"] & games["cold_start"]
+    assert not games["test"] & games["cold_start"]
     assert countdown(5, seed=1)["question"] == countdown(5, seed=1)["question"] != countdown(5, seed=2)["question"]
 
 

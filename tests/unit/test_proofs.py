@@ -151,10 +151,11 @@ def test_a_sequent_that_is_none_is_unscorable() -> None:
 def test_splits_share_no_sequent_and_sizes_are_as_asked() -> None:
     found = {split: proofs(200, seed=1, split=split, steps=(2, 4)) for split in ("train", "cold_start", "test")}
     marks = {
-        split: {tuple(sorted(row.split(" |- ")[0].split(", "))) + (row,) for row in rows["sequent"]}
+        split: {(*tuple(sorted(row.split(" |- ")[0].split(", "))), row) for row in rows["sequent"]}
         for split, rows in found.items()
     }
-    assert not marks["train"] & marks["test"] and not marks["train"] & marks["cold_start"]
+    assert not marks["train"] & marks["test"]
+    assert not marks["train"] & marks["cold_start"]
     assert all(set(rows["steps"]) <= {2, 3, 4} for rows in found.values())
     with pytest.raises(ValueError, match="steps"):
         proofs(1, steps=(0, 3))

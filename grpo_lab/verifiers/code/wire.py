@@ -117,9 +117,8 @@ def pack_name(value: Any) -> Any:
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if module == "_operator":
         module = "operator"
-    if module in _NAMED_MODULES and isinstance(name, str):
-        if getattr(sys.modules.get(module), name, None) is value:
-            return {"name": [module, name]}
+    if module in _NAMED_MODULES and isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value:
+        return {"name": [module, name]}
     return None
 
 
