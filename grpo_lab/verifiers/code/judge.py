@@ -64,7 +64,8 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
             process.kill()
             return bytes(said), False
         wait = min(0.25, max(0.0, deadline - time.monotonic()))
-        select.select([process, pipe] if len(said) <= most else [process], [], [], wait)
+        watched: list[Any] = [process, pipe] if len(said) <= most else [process]
+        select.select(watched, [], [], wait)
         _drain(pipe, said, most)
     _drain(pipe, said, most)
     return bytes(said), len(said) <= most
@@ -112,7 +113,10 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
     if len(job["program"]) > _PROGRAM_CHARACTERS:
-        job = {**job, "program": "raise SystemExit('too long')"}  # judged all the same: unusable tests are so for any program
+        job = {
+            **job,
+            "program": "raise SystemExit('too long')",
+        }  # judged all the same: unusable tests are so for any program
     if job["kind"] == "pairs":
         return _pairs(job, up, deadline)
     try:

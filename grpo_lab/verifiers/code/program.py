@@ -23,7 +23,7 @@ if __name__ == "grpo_lab.verifiers.code.program":  # in the jail the two stand i
     from grpo_lab.verifiers.code.wire import Broken, Channel, pack, unpack
 
 _CHANGING = (list, dict, set, bytearray, collections.deque)
-_QUESTIONS = {
+_QUESTIONS: dict[str, Any] = {
     "len": len,
     "iter": iter,
     "next": next,
