@@ -26,7 +26,15 @@ TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2
 WALL_S, CPU_S, MEMORY = 4.0, 1.0, 1 << 29
 ON_ITS_WAY_S = 2.0
 """For the start of processes on a busy machine, beside the limit."""
-WITHOUT_NAMESPACES = ["seccomp", "landlock", "limits"]
+WALLS = {
+    "all walls": None,
+    "no namespaces": ["seccomp", "landlock", "limits"],
+    "no filter": [
+        "namespaces",
+        "user",
+        "limits",
+    ],  # new processes are allowed: the kernel ends them with their namespace
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +45,9 @@ def in_force() -> list[str]:
     return standing
 
 
-@pytest.fixture(params=["all walls", "no namespaces"])
+@pytest.fixture(params=WALLS)
 def reward(request: pytest.FixtureRequest, in_force: list[str]) -> Iterator[CodeReward]:
-    walls = None if request.param == "all walls" else WITHOUT_NAMESPACES
+    walls = WALLS[request.param]
     missing = [wall for wall in walls or () if wall not in in_force]
     if missing:
         pytest.skip(f"this machine gives no {missing}")
@@ -184,3 +192,16 @@ def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.Monkey
     bare._judge._missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
     with pytest.raises(ValueError, match=r"keeps a model-written program from the files .*`walls: \['limits'\]`"):
         bare(completions=["x = 1"], tests=["assert x == 1"])
+
+
+@pytest.mark.slow
+def test_no_process_is_left_where_only_the_watcher_holds_them(no_process_left: None) -> None:
+    """Neither namespaces nor filter nor user: what hides in sessions of its own, and what multiplies (here to 64), is found and ended."""
+    bomb = "import os\nfor n in range(6):\n    os.fork()\nos.setsid()\nwhile True: pass"
+    bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["limits"])
+    nothing_paid(
+        scores(
+            bare, {name: GREEDY[name] for name in ("a child in the background", "a daemon")} | {"a bounded bomb": bomb}
+        )
+    )
+    bare.close()
