@@ -321,6 +321,15 @@ def test_threads_and_copies(reward: CodeReward) -> None:
     again.close()
 
 
+def test_a_verdict_is_not_late() -> None:
+    hurried = CodeReward(wall_s=0.5, workers=1)
+    assert one(hurried, "x = 1", "assert x == 2") == 0.0  # starts the worker
+    start = time.monotonic()
+    assert hurried.judge(["import time\ntime.sleep(60)"], ["assert x == 1"])[0].end == "limit"
+    assert time.monotonic() - start < 0.5 + 1.0
+    hurried.close()
+
+
 def test_bad_calls_and_settings() -> None:
     for settings, word in (
         ({"score": "most"}, "score"),
