@@ -7,6 +7,7 @@ behind what it gives; attacks whose only wall is missing are left out, and the t
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ from code_attacks import FORGED, GREEDY, HARMFUL
 from grpo_lab.rewards import CodeReward
 
 TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
-WALL_S, CPU_S, MEMORY = 4.0, 1.0, 1 << 29
+WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 2.0
 """For the start of processes on a busy machine, beside the limit."""
 WALLS = {
@@ -51,7 +52,7 @@ def reward(request: pytest.FixtureRequest, in_force: list[str]) -> Iterator[Code
     missing = [wall for wall in walls or () if wall not in in_force]
     if missing:
         pytest.skip(f"this machine gives no {missing}")
-    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=2, walls=walls)
+    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=WORKERS, walls=walls)
     yield made
     made.close()
 
@@ -102,13 +103,10 @@ def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left
 
 @pytest.mark.slow
 def test_nothing_is_taken_beyond_the_limits(reward: CodeReward, no_process_left: None) -> None:
-    before = set(os.listdir("/tmp"))
-    late = {}
-    for name, program in GREEDY.items():
-        start = time.monotonic()
-        nothing_paid(scores(reward, {name: program}))
-        late[name] = time.monotonic() - start
-    assert {name: seconds for name, seconds in late.items() if seconds > WALL_S + ON_ITS_WAY_S} == {}
+    before, start = set(os.listdir("/tmp")), time.monotonic()
+    nothing_paid(scores(reward, GREEDY))
+    rounds = math.ceil(len(GREEDY) / WORKERS)  # most of them wait, so that more than there are cores can go on at once
+    assert time.monotonic() - start < rounds * (WALL_S + ON_ITS_WAY_S)
     reward.close()
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < MEMORY + (1 << 30)
     assert {name for name in os.listdir("/tmp") if name.startswith("grpo_lab_code_")} <= before
