@@ -50,8 +50,8 @@ def countdown(
         split: ``train``, ``cold_start`` or ``test`` (held out).
         numbers: fewest and most numbers of a game, both included.
         template: name of a prompt template (``grpo_lab.data.prompts``).
-        largest, largest_target: no given number, and no target, is larger. All are whole and positive, as is every step of
-            the solution that the game was made from.
+        largest: no given number is larger. All are whole and positive, as is every step of the solution that the game was made from.
+        largest_target: no target is larger.
         system_prompt: system turn, for template ``chat`` alone.
 
     Raises:

@@ -114,7 +114,7 @@ class _Grown:
     def show(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
         if goal in assumed:
             return _Step(goal, "assumed")
-        ways = self._introductions(goal) + ["->e", "&e", "~~e"]
+        ways = [*self._introductions(goal), "->e", "&e", "~~e"]
         if budget <= 0:
             return _Step(goal, "premise")
         if budget >= 4 and goal != FALSE:

@@ -100,7 +100,7 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     """Whether ``text`` is an expression, or ``expression = target``, that wins the game."""
-    left, equals, right = text.strip().strip("$`").rstrip(".").partition("=")
+    left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     try:
         value, used = value_and_numbers(left)
         stated = Fraction(target) if not equals else value_and_numbers(right)[0]

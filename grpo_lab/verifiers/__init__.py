@@ -1,4 +1,4 @@
-"""Verifiers: killable worker processes behind the accuracy (and later the code) reward.
+"""Verifiers: killable worker processes behind the accuracy and the code reward.
 
 A *bug in a verifier* is an exception (`VerifierError`); *bad model text* is a verdict. Importing this room costs only
 the standard library: math-verify and sympy are imported inside the worker processes, never in the trainer's.

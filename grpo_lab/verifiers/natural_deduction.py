@@ -116,13 +116,14 @@ class _Proof:
         raise NotAProof(f"no part {place} can be seen from here")
 
 
-Lines, Parts = list[Formula], list[tuple[Formula, Formula]]
+Lines = list[Formula]
+Parts = list[tuple[Formula, Formula]]
 _Follows = Callable[[Formula, Lines, Parts], bool]
 
 
 def _or_eliminated(goal: Formula, lines: Lines, parts: Parts) -> bool:
     (first, end), (second, other_end) = parts
-    return lines[0] == ("v", first, second) and end == other_end == goal
+    return bool(lines[0] == ("v", first, second) and end == other_end == goal)
 
 
 _RULES: dict[str, tuple[int, int, _Follows]] = {

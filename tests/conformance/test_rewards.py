@@ -15,10 +15,13 @@ from grpo_lab import rewards
 from grpo_lab.rewards import (
     AccuracyReward,
     BoxedReward,
+    CodeReward,
+    CountdownReward,
     GroupReward,
     HashesReward,
     KimiLengthReward,
     LanguageConsistencyReward,
+    ProofReward,
     SortingReward,
     ThinkFormatReward,
 )
@@ -47,6 +50,9 @@ ROWS: dict[str, Row] = {
     "boxed": Row(lambda: BoxedReward(unreadable=-1.0, timeout_s=2.0, workers=1), good=r"So it is \boxed{18}."),
     "hashes": Row(HashesReward, good="Nine times two is 18.\n#### 18"),
     "sorting": Row(SortingReward, good="1 8"),
+    "countdown": Row(CountdownReward, good="<answer>8 + 1</answer>"),
+    "proof": Row(ProofReward, good="1. p & q [premise]\n2. p [&e 1]"),
+    "code": Row(lambda: CodeReward(timeout_s=2.0, workers=2), good="```python\ndef f(x):\n    return 2 * x\n```"),
     "think_answer": Row(ThinkFormatReward),
     "think": Row(lambda: ThinkFormatReward(form="think"), good="<think>Nine twos.</think> 18"),
     "language": Row(LanguageConsistencyReward),
@@ -104,6 +110,9 @@ def call(reward: Any, texts: list[Any], **columns: Any) -> list[float | None]:
         "completion_ids": [list(range(min(length, 500))) for length in lengths],
         "solution": ["18"] * len(texts),
         "numbers": [[8, 1]] * len(texts),
+        "target": [9] * len(texts),
+        "sequent": ["p & q |- p"] * len(texts),
+        "tests": ["assert f(9) == 18"] * len(texts),
     }
     return list(reward(**{**given, **columns}))
 

@@ -7,10 +7,13 @@ behind what it gives; attacks whose only wall is missing are left out, and the t
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +24,18 @@ from code_attacks import FORGED, GREEDY, HARMFUL
 from grpo_lab.rewards import CodeReward
 
 TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
-WALL_S, CPU_S, MEMORY = 4.0, 1.0, 1 << 29
+WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 2.0
 """For the start of processes on a busy machine, beside the limit."""
-WITHOUT_NAMESPACES = ["seccomp", "landlock", "limits"]
+WALLS = {
+    "all walls": None,
+    "no namespaces": ["seccomp", "landlock", "limits"],
+    "no filter": [
+        "namespaces",
+        "user",
+        "limits",
+    ],  # new processes are allowed: the kernel ends them with their namespace
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +46,13 @@ def in_force() -> list[str]:
     return standing
 
 
-@pytest.fixture(params=["all walls", "no namespaces"])
+@pytest.fixture(params=WALLS)
 def reward(request: pytest.FixtureRequest, in_force: list[str]) -> Iterator[CodeReward]:
-    walls = None if request.param == "all walls" else WITHOUT_NAMESPACES
+    walls = WALLS[request.param]
     missing = [wall for wall in walls or () if wall not in in_force]
     if missing:
         pytest.skip(f"this machine gives no {missing}")
-    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=2, walls=walls)
+    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=WORKERS, walls=walls)
     yield made
     made.close()
 
@@ -92,13 +103,10 @@ def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left
 
 @pytest.mark.slow
 def test_nothing_is_taken_beyond_the_limits(reward: CodeReward, no_process_left: None) -> None:
-    before = set(os.listdir("/tmp"))
-    late = {}
-    for name, program in GREEDY.items():
-        start = time.monotonic()
-        nothing_paid(scores(reward, {name: program}))
-        late[name] = time.monotonic() - start
-    assert {name: seconds for name, seconds in late.items() if seconds > WALL_S + ON_ITS_WAY_S} == {}
+    before, start = set(os.listdir("/tmp")), time.monotonic()
+    nothing_paid(scores(reward, GREEDY))
+    rounds = math.ceil(len(GREEDY) / WORKERS)  # most of them wait, so that more than there are cores can go on at once
+    assert time.monotonic() - start < rounds * (WALL_S + ON_ITS_WAY_S)
     reward.close()
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < MEMORY + (1 << 30)
     assert {name for name in os.listdir("/tmp") if name.startswith("grpo_lab_code_")} <= before
@@ -150,3 +158,48 @@ def fill(program: str, filled: dict[str, str]) -> str:
     for name, value in filled.items():
         program = program.replace(name, value) if name != "CANARY_TOKEN" else program.replace(name, "\0")
     return program.replace("\0", "CANARY_TOKEN")
+
+
+def test_the_forgeries_are_real() -> None:
+    """A harness that runs program and tests in one interpreter and trusts its exit status pays many of them."""
+    paid = []
+    for name in ("leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything", "an int that equals everything",
+                 "a mock", "patches AssertionError", "leaves at exit", "quit() in the call"):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=60)
+        paid += [name] * (done.returncode == 0)
+    assert len(paid) >= 6, paid
+
+
+def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
+    """Two attacks that reach nothing but this test's own file and socket."""
+    canary = tmp_path / "canary"
+    canary.write_text("untouched")
+    bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["limits"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(WALL_S)
+        filled = {"CANARY": str(canary), "PORT": str(server.getsockname()[1])}
+        names = ("a symbolic link out", "a socket to the trainer")
+        nothing_paid(scores(bare, {name: fill(HARMFUL[name], filled) for name in names}))
+        server.accept()[0].close()
+    bare.close()
+    assert canary.read_text() == "touched"
+
+
+def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = CodeReward(workers=1)
+    bare._judge._missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
+    with pytest.raises(ValueError, match=r"keeps a model-written program from the files .*`walls: \['limits'\]`"):
+        bare(completions=["x = 1"], tests=["assert x == 1"])
+
+
+@pytest.mark.slow
+def test_no_process_is_left_where_only_the_watcher_holds_them(no_process_left: None) -> None:
+    """Neither namespaces nor filter nor user: what hides in sessions of its own, and what multiplies (here to 64), is found and ended."""
+    bomb = "import os\nfor n in range(6):\n    os.fork()\nos.setsid()\nwhile True: pass"
+    bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["limits"])
+    nothing_paid(
+        scores(
+            bare, {name: GREEDY[name] for name in ("a child in the background", "a daemon")} | {"a bounded bomb": bomb}
+        )
+    )
+    bare.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.data import coding_tasks
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.code_tests import read_tests
 from grpo_lab.rewards.program_text import program_text
@@ -320,6 +321,15 @@ def test_threads_and_copies(reward: CodeReward) -> None:
     again.close()
 
 
+def test_a_verdict_is_not_late() -> None:
+    hurried = CodeReward(wall_s=0.5, workers=1)
+    assert one(hurried, "x = 1", "assert x == 2") == 0.0  # starts the worker
+    start = time.monotonic()
+    assert hurried.judge(["import time\ntime.sleep(60)"], ["assert x == 1"])[0].end == "limit"
+    assert time.monotonic() - start < 0.5 + 1.0
+    hurried.close()
+
+
 def test_bad_calls_and_settings() -> None:
     for settings, word in (
         ({"score": "most"}, "score"),
@@ -338,7 +348,19 @@ def test_bad_calls_and_settings() -> None:
         CodeReward()(completions=["x"], tests=[])
 
 
-def test_reads_nothing_twice() -> None:
+def test_made_tasks_are_solved_by_their_program_and_by_none_with_a_step_less(reward: CodeReward) -> None:
+    rows = coding_tasks(12, seed=5, steps=(1, 3), template="none")
+    assert reward(completions=rows["worked_solution"], tests=rows["tests"]) == [1.0] * 12
+    shorter = [program.replace(program.splitlines()[1] + "\n", "", 1) for program in rows["solution"]]
+    assert reward(completions=shorter, tests=rows["tests"]) == [0.0] * 12
+    programs = {split: set(coding_tasks(150, split=split)["solution"]) for split in ("train", "cold_start", "test")}
+    assert not programs["train"] & programs["test"]
+    assert not programs["train"] & programs["cold_start"]
+    with pytest.raises(ValueError, match="steps"):
+        coding_tasks(1, steps=(3, 9))
+
+
+def test_spellings_that_are_one() -> None:
     assert read_tests('[["1", "2"]]') == read_tests([("1", "2")]) == read_tests({"input": ["1"], "output": ["2"]})
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from grpo_lab.verifiers.code.wire import pack
@@ -93,10 +95,7 @@ class CodeJudge:
     def missing(self) -> dict[str, str]:
         """Wall → why it does not stand here (empty: it does). Tried out in a worker, once."""
         if self._missing is None:
-            outcome = self.pool.run([{"kind": "walls"}])[0]
-            if outcome.status != "ok":
-                raise RuntimeError(f"which walls this machine gives could not be tried: {outcome.reason}")
-            self._missing = dict(outcome.value)
+            self._missing = _missing_here()
         return self._missing
 
     @property
@@ -136,6 +135,23 @@ class CodeJudge:
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""
         self.pool.close()
+
+
+@lru_cache(maxsize=1)
+def _missing_here() -> dict[str, str]:
+    """Wall → why it does not stand on this machine. A worker of its own tries, without this judge's limits."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is {sys.platform}"
+        )
+    pool = WorkerPool(_HANDLER, limits=Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31), size=1)
+    try:
+        outcome = pool.run([{"kind": "walls"}])[0]
+    finally:
+        pool.close()
+    if outcome.status != "ok":
+        raise RuntimeError(f"which walls this machine gives could not be tried: {outcome.reason}")
+    return dict(outcome.value)
 
 
 def _trial(outcome: Outcome) -> Trial:

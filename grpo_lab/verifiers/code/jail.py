@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from grpo_lab.verifiers.code import kernel, walls
 from grpo_lab.verifiers.code.walls import Allowance
 
-_GRACE_S = 0.5
+_CLEARING_S, _GRACE_S = 0.5, 0.7
 _ALIVE, _FAULT = 8, 9
 """Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put up."""
 
@@ -135,17 +135,24 @@ def _watch(
     except _Stop:
         status = -signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_descendants()
+    _end_descendants(walls.job_user(job) if "user" in up and "namespaces" not in up else None)
     sys.exit(status if status >= 0 else 128 - status)
 
 
-def _end_descendants() -> None:
-    """Kill children until there is none: the children of a killed one become ours (``adopt_orphans``)."""
-    deadline = time.monotonic() + _GRACE_S
+def _end_descendants(user: int | None) -> None:
+    """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot multiply.
+
+    The children of one that ended become ours (``adopt_orphans``), whatever session they put themselves in.
+    """
+    if user is not None and os.fork() == 0:
+        _last_resort(_FAULT, _end_user, user)
+    deadline = time.monotonic() + _CLEARING_S
     while time.monotonic() < deadline:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        stopped: set[int] = set()
+        while fresh := set(_below(os.getpid())) - stopped:
+            _signal(fresh, signal.SIGSTOP)
+            stopped |= fresh
+        _signal(stopped, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -154,13 +161,25 @@ def _end_descendants() -> None:
         time.sleep(0.002)
 
 
-def _children() -> list[int]:
-    own = os.getpid()
+def _end_user(user: int) -> None:
+    walls.become(user)
+    if os.getuid() == user:  # and not a user that others are, too
+        os.kill(-1, signal.SIGKILL)
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _below(pid: int) -> list[int]:
     try:
-        with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            children = [int(word) for word in file.read().split()]
     except OSError:
         return []
+    return children + [one for child in children for one in _below(child)]
 
 
 def _inside(

@@ -22,10 +22,11 @@ from typing import Any
 from grpo_lab.verifiers.code import kernel, landlock, tester, view, walls
 from grpo_lab.verifiers.code.jail import Jailed, spawn
 from grpo_lab.verifiers.code.walls import Allowance
-from grpo_lab.verifiers.code.wire import Broken, Channel
+from grpo_lab.verifiers.code.wire import frame
 
 _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
+_PROGRAM_CHARACTERS = 1 << 20
 _RECURSION = 10_000
 _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": view.INSIDE, "TMPDIR": view.INSIDE, "LANG": "C.UTF-8"}
 _ENVIRONMENT = {**_PLACES, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -63,7 +64,8 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
             process.kill()
             return bytes(said), False
         wait = min(0.25, max(0.0, deadline - time.monotonic()))
-        select.select([process, pipe] if len(said) <= most else [process], [], [], wait)
+        watched: list[Any] = [process, pipe] if len(said) <= most else [process]
+        select.select(watched, [], [], wait)
         _drain(pipe, said, most)
     _drain(pipe, said, most)
     return bytes(said), len(said) <= most
@@ -110,6 +112,11 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
     if not up & {"namespaces"} and kernel.known_machine():
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
+    if len(job["program"]) > _PROGRAM_CHARACTERS:
+        job = {
+            **job,
+            "program": "raise SystemExit('too long')",
+        }  # judged all the same: unusable tests are so for any program
     if job["kind"] == "pairs":
         return _pairs(job, up, deadline)
     try:
@@ -129,7 +136,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     def test() -> None:
         if kernel.known_machine():
             kernel.hide_memory()
-        tester.run(job, socket.socket(fileno=3), 4)
+        tester.run(job, 3, 4)
 
     with asks, answers, _folder(up) as folder, _folder(up) as apart:
         program = spawn(lambda: _program("calls"), {3: answers.fileno()}, up, allowance, folder)
@@ -187,8 +194,8 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
             theirs.close()
             os.close(writes)
             ours.settimeout(max(0.01, deadline - time.monotonic()))
-            with contextlib.suppress(Broken):  # it ended before it read its program
-                Channel(ours).send({"load": job["program"]})
+            with contextlib.suppress(OSError):  # it ended before it read its program
+                ours.sendall(frame({"load": job["program"]}))
             said, ended = _follow(process, output, max(_OUTPUT_BYTES, 2 * len(expected.encode())), deadline)
         finally:
             os.close(output)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import collections
 import importlib
+import os
 import sys
 import types
 from typing import Any
@@ -22,7 +23,7 @@ if __name__ == "grpo_lab.verifiers.code.program":  # in the jail the two stand i
     from grpo_lab.verifiers.code.wire import Broken, Channel, pack, unpack
 
 _CHANGING = (list, dict, set, bytearray, collections.deque)
-_QUESTIONS = {
+_QUESTIONS: dict[str, Any] = {
     "len": len,
     "iter": iter,
     "next": next,
@@ -127,21 +128,20 @@ def _message(error: BaseException) -> str:
 
 def run(kind: str, fd: int, recursion: int) -> None:
     """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run as a script, once)."""
-    import socket
     from _sitebuiltins import Quitter
 
     sys.path[:] = [place for place in sys.path if place]
     sys.setrecursionlimit(recursion)
     for name in ("exit", "quit"):  # `site`, which brings them, is not loaded
         setattr(builtins, name, Quitter(name, ""))
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(fd)
     if kind == "calls":
         try:
             Server(channel).serve()
         except Broken:
             return
     source = channel.receive()["load"]
-    channel._channel.close()
+    os.close(fd)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv[:] = ["program.py"]

@@ -60,8 +60,8 @@ class _Raised:
 class Program:
     """The connection to one program. ``gone`` once it can no longer answer: from then on no test passes."""
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = Channel(channel)
+    def __init__(self, fd: int) -> None:
+        self._channel = Channel(fd)
         self._functions: list[Callable[..., Any]] = []
         self._raised: dict[str, type[Exception]] = {}
         self.gone = ""

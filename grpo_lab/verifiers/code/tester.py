@@ -201,7 +201,7 @@ def _calls(body: list[ast.stmt], name: str) -> bool:
     return any(isinstance(function, ast.Name) and function.id == name for function in calls)
 
 
-def run(job: dict[str, Any], channel: Any, report: int) -> None:
+def run(job: dict[str, Any], channel: int, report: int) -> None:
     """Entry point of the tester's process."""
     random.seed(0)  # tests that draw their cases draw the same ones for every program
     program = Program(channel)

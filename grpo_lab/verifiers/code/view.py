@@ -43,7 +43,7 @@ def devices() -> list[str]:
 def enter(folder_bytes: int) -> None:
     """Make the view this process's whole file system. In a mount namespace of its own, with the right to mount."""
     new = tempfile.gettempdir()
-    wanted = [place for place in (*readable(), *devices())]
+    wanted = [*readable(), *devices()]
     sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}
     links = {place: os.readlink(place) for place in wanted if os.path.islink(place)}
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)

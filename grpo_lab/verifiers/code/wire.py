@@ -13,10 +13,9 @@ Its source is also run inside the program's process (``program``), so it stands 
 from __future__ import annotations
 
 import collections
-import datetime
-import decimal
-import fractions
+import importlib
 import json
+import os
 import struct
 import sys
 from typing import Any
@@ -27,7 +26,7 @@ MOST_DEPTH = 300
 _HEADER = struct.Struct(">I")
 _SAFE_INT = 1 << 53
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-_DATES = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
+_DATES = ("datetime", "date", "time")  # in this order: a datetime is a date
 _OPAQUE = ("object", "function", "name")
 _NAMED_MODULES = ("builtins", "math", "operator", "string", "statistics", "itertools", "functools", "collections")
 
@@ -36,18 +35,25 @@ class Broken(Exception):
     """The other side ended, or sent what is no message."""
 
 
-class Channel:
-    """One end of a stream socket: whole messages in, whole messages out."""
+def frame(message: Any) -> bytes:
+    """A message as it is sent. ``OverflowError``: longer than is read."""
+    body = json.dumps(message).encode()
+    if len(body) > MOST_BYTES:
+        raise OverflowError(f"a value of {len(body)} bytes; at most {MOST_BYTES} are sent")
+    return _HEADER.pack(len(body)) + body
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
+
+class Channel:
+    """One end of a stream, a descriptor: whole messages in, whole messages out."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
 
     def send(self, message: Any) -> None:
-        body = json.dumps(message).encode()
-        if len(body) > MOST_BYTES:
-            raise OverflowError(f"a value of {len(body)} bytes; at most {MOST_BYTES} are sent")
+        left = memoryview(frame(message))
         try:
-            self._channel.sendall(_HEADER.pack(len(body)) + body)
+            while left:
+                left = left[os.write(self.fd, left) :]
         except OSError as error:
             raise Broken(str(error)) from None
 
@@ -64,7 +70,7 @@ class Channel:
         parts = bytearray()
         while len(parts) < size:
             try:
-                chunk = self._channel.recv(min(size - len(parts), 1 << 16))
+                chunk = os.read(self.fd, min(size - len(parts), 1 << 16))
             except OSError as error:
                 raise Broken(str(error)) from None
             if not chunk:
@@ -100,16 +106,22 @@ def _pack_scalar(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
         return {"range": [hex(value.start), hex(value.stop), hex(value.step)]}
-    if isinstance(value, decimal.Decimal):
+    if _is_a(value, "decimal", "Decimal"):
         return {"decimal": str(value)}
-    if isinstance(value, fractions.Fraction):
+    if _is_a(value, "fractions", "Fraction"):
         return {"fraction": [hex(value.numerator), hex(value.denominator)]}
-    if isinstance(value, datetime.timedelta):
+    if _is_a(value, "datetime", "timedelta"):
         return {"timedelta": [value.days, value.seconds, value.microseconds]}
-    for tag, kind in _DATES.items():
-        if isinstance(value, kind):
-            return {tag: value.isoformat()}
+    for kind in _DATES:
+        if _is_a(value, "datetime", kind):
+            return {kind: value.isoformat()}
     return None
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Whether ``value`` is of a class whose module, not loaded here for its start's sake, somebody else has loaded."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
 def pack_name(value: Any) -> Any:
@@ -117,9 +129,8 @@ def pack_name(value: Any) -> Any:
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if module == "_operator":
         module = "operator"
-    if module in _NAMED_MODULES and isinstance(name, str):
-        if getattr(sys.modules.get(module), name, None) is value:
-            return {"name": [module, name]}
+    if module in _NAMED_MODULES and isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value:
+        return {"name": [module, name]}
     return None
 
 
@@ -156,11 +167,11 @@ def _unpack_scalar(tag: str, inside: Any) -> Any:
     if tag == "range":
         return range(*(int(one, 16) for one in inside))
     if tag == "decimal":
-        return decimal.Decimal(inside)
+        return importlib.import_module("decimal").Decimal(inside)
     if tag == "fraction":
-        return fractions.Fraction(int(inside[0], 16), int(inside[1], 16))
+        return importlib.import_module("fractions").Fraction(int(inside[0], 16), int(inside[1], 16))
     if tag == "timedelta":
-        return datetime.timedelta(*inside)
+        return importlib.import_module("datetime").timedelta(*inside)
     if tag in _DATES:
-        return _DATES[tag].fromisoformat(inside)
+        return getattr(importlib.import_module("datetime"), tag).fromisoformat(inside)
     raise Broken(f"an unknown kind of value {tag!r:.40}")
