@@ -250,7 +250,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.version is None and args.wheel is None:
         parser.error("name a release, or give --wheel")
-    version = args.version or (Path(args.wheel).name.split("-") + [""])[1]
+    version = args.version or [*Path(args.wheel).name.split("-"), ""][1]
     if not version[:1].isdigit():
         parser.error(
             f"{args.version or args.wheel!r} names no release: a version such as 1.17.0, or a wheel named trl-VERSION-….whl"
