@@ -206,10 +206,16 @@ def unpacked(version: str, wheel: str | None, into: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         wheels = sorted(into.glob(f"trl-{version}-*.whl"))
         if done.returncode or not wheels:
-            sys.exit(f"trl {version} could not be downloaded: {(done.stderr.strip().splitlines() or ['no wheel'])[-1]}")
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel"]
+            sys.exit(f"trl {version} could not be downloaded: {said[-1]}")
         wheel = str(wheels[0])
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(into / version)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(into / version)
+    except (OSError, zipfile.BadZipFile) as error:
+        sys.exit(f"{wheel} cannot be read as a wheel: {error}")
+    if not (into / version / "trl" / "trainer").is_dir():
+        sys.exit(f"{wheel} holds no folder trl/trainer: it is no release of TRL")
     return into / version / "trl"
 
 
@@ -244,7 +250,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.version is None and args.wheel is None:
         parser.error("name a release, or give --wheel")
-    version = args.version or Path(args.wheel).name.split("-")[1]
+    version = args.version or [*Path(args.wheel).name.split("-"), ""][1]
+    if not version[:1].isdigit():
+        parser.error(
+            f"{args.version or args.wheel!r} names no release: a version such as 1.17.0, or a wheel named trl-VERSION-….whl"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         new = Release(unpacked(version, args.wheel, Path(scratch)), version)
         folder, name = (unpacked(args.base, None, Path(scratch)), args.base) if args.base else installed()

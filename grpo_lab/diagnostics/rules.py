@@ -41,9 +41,13 @@ differ by less than 2 standard errors (95%)."""
 FALLEN = 5.0
 """Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it is asked at every window."""
 
-LENGTH_TIMES, LENGTH_WINDOWS = 1.5, 20
-"""Length running away: as many times the first windows' length, after at least as many windows (fewer do not tell a reward that rises
-from noise), without more reward. Ours; that length alone grows, and of wrong answers, is the length bias of arXiv 2503.20783, App. C."""
+LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
+"""Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many standard errors.
+Ours: on R1-Zero's curve, where length and reward rise together, length is often there first, and few windows do not tell a slow rise
+from noise. That length alone grows, and of wrong answers, is the length bias of arXiv 2503.20783, App. C."""
+
+CEILING = 0.95
+"""Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours."""
 
 KL_HIGH = 1.0
 """Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
@@ -127,20 +131,20 @@ def nothing_scored(history: History, facts: Facts) -> str | None:
 
 
 def all_dead(history: History, facts: Facts) -> str | None:
+    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come out of such a start."""
     if not _dead(history) or _nothing_scored(history):
         return None
     reward = recent(history, "reward")
-    level = (
-        ""
-        if reward is None
-        else f" (mean reward {reward:.3g}: too hard, too easy, or the reward cannot read the answers)"
-    )
+    if len(history) < PERSISTENCE and any(values(history, "reward") or [1.0]):
+        return None
+    cause = "too hard" if reward == 0 else "too hard, too easy"
+    level = "" if reward is None else f" (mean reward {reward:.3g}: {cause}, or the reward cannot read the answers)"
     return f"all groups are dead, every completion of a group got the same reward{level}, so nothing is learned"
 
 
 def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
-    if not norms or max(norms) > 0 or _dead(history):
+    if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history):
         return None
     return "the gradient is 0 though groups are alive: no token carries loss, or no weight is trained"
 
@@ -198,15 +202,14 @@ def entropy_explodes(history: History, facts: Facts) -> str | None:
     return f"entropy grew from {start:.2g} to {now:.2g} nats a token: the policy turns into noise"
 
 
-def _gained(history: History) -> bool:
-    """Whether reward rose by more than its noise since the start; where none is logged, it did not."""
-    series = values(history, "reward")
-    return len(series) >= 4 and rise_in_errors(series) > NOISE
-
-
 def length_runs_away(history: History, facts: Facts) -> str | None:
-    start, now = at_start(history, "completions/mean_length"), recent(history, "completions/mean_length")
-    if len(history) < LENGTH_WINDOWS or start is None or now is None or now <= LENGTH_TIMES * start or _gained(history):
+    start, now = (seen(history, "completions/mean_length") for seen in (at_start, recent))
+    before = recent(history[: 1 - LENGTH_WINDOWS], "completions/mean_length")
+    if len(history) <= LENGTH_WINDOWS or start is None or now is None or before is None:
+        return None
+    rewards = values(history, "reward")
+    gained = len(rewards) >= 4 and rise_in_errors(rewards) > LENGTH_GAIN
+    if min(now, before) <= LENGTH_TIMES * start or gained:
         return None
     return f"length grew from {start:.0f} to {now:.0f} tokens and reward did not"
 
@@ -228,13 +231,33 @@ def reward_falls(history: History, facts: Facts) -> str | None:
     return f"reward fell from {early:.3g} to {late:.3g} within {steps} steps ({why})"
 
 
-def reward_flat(history: History, facts: Facts) -> str | None:
-    """Not where everything is dead or solved: that has a row of its own, or needs none (a reward that never varies)."""
+def _flat_at(history: History, facts: Facts) -> tuple[float, int] | None:
+    """Level and steps of a flat reward; None where it moves, and where all groups are dead: that has a row of its own."""
     series, steps = _late(history)
     if not series or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
         return None
-    level = sum(series) / len(series)
-    return f"reward has been flat at {level:.3g} for {steps} steps (fine if that is all there is to gain)"
+    return sum(series) / len(series), steps
+
+
+def _at_ceiling(history: History) -> bool:
+    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1 in the last windows."""
+    names = [name for name in history[-1] if name.startswith("rewards/") and name.endswith("/mean")] or ["reward"]
+    levels = [recent(history, name) for name in names]
+    return all(level is not None and CEILING <= level <= 1 for level in levels)
+
+
+def reward_flat(history: History, facts: Facts) -> str | None:
+    found = _flat_at(history, facts)
+    if found is None or _at_ceiling(history):
+        return None
+    return f"reward has been flat at {found[0]:.3g} for {found[1]} steps (fine if that is all there is to gain)"
+
+
+def reward_full(history: History, facts: Facts) -> str | None:
+    found = _flat_at(history, facts)
+    if found is None or not _at_ceiling(history):
+        return None
+    return f"reward has been {found[0]:.3g} for {found[1]} steps: where 1 is the most, there is hardly more to gain"
 
 
 def zero_loss(history: History, facts: Facts) -> str | None:
@@ -265,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("reward falls", reward_falls, "learning_rate, beta, data (difficulty), the rewards and their schedules"),
     Rule("reward flat", reward_flat, "learning_rate, data (difficulty), num_generations, temperature"),
+    Rule("reward full", reward_full, "data (harder problems), max_steps", healthy=True),
     Rule("loss 0", zero_loss, "none", healthy=True),
 )
 """Most serious first."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
@@ -49,7 +49,7 @@ def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, escape(value))  # a prompt's "[asy]" is no markup
+        table.add_row(name, Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
     (console or Console()).print(table)
     return facts
 
@@ -124,7 +124,7 @@ def _dropout(recipe: Recipe, config: Any) -> str:
         return f"{what}; stock's batches and draws (update: off)"
     if settings.randomness == "same_draws":
         return f"{what}; with any, stock's draws in stock's batches of all rows (update.randomness: same_draws)"
-    return f"{what}; rows without advantage are left out all the same, exact in distribution (update.randomness: same_distribution)"
+    return f"{what}; the update leaves out what it does without any, exact in distribution (update.randomness: same_distribution)"
 
 
 def _value(name: Any) -> str:

@@ -70,3 +70,20 @@ def test_a_comment_is_no_change(installed: Path, tmp_path: Path) -> None:
     text = "def _compute_loss(self, model, inputs):"
     changes = {"trl/trainer/grpo_trainer.py": (text, f"{text}\n        # another comment")}
     assert look(wheel(installed, tmp_path, changes))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("bad.whl", ["--wheel"], "names no release"),
+        ("trl-1.99.0-py3-none-any.whl", ["--wheel"], "cannot be read as a wheel"),
+        ("garbage", [], "names no release"),
+    ],
+)
+def test_garbage_is_named_without_a_traceback(name: str, arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("no archive")
+    command = [sys.executable, str(SCRIPT), *arguments, str(tmp_path / name) if arguments else name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from grpo_lab.cli import main
 from grpo_lab.pipelines import parts
@@ -179,6 +181,16 @@ def test_a_run_without_evaluation_says_where_its_model_is(tmp_path: Path, capsys
     out = tmp_path / "o"
     train(recipe_from({**GOOD, "use_cpu": True, "save_strategy": "no", "output_dir": str(out)}))
     assert f"model: {out}\n" in capsys.readouterr().out
+
+
+def test_a_prompt_is_printed_character_by_character(tmp_path: Path) -> None:
+    question = r"Find [asy] x \[\sum_j \frac{1}{j}\] and [b]y[/b]"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": question, "answer": "#### 1"}) + "\n")
+    data = {"loader": "gsm8k", "source": str(rows), "template": "none"}
+    console = Console(width=400, record=True, file=io.StringIO())
+    dry_run(recipe_from({**GOOD, "data": data, "output_dir": str(tmp_path / "run")}), console)
+    assert repr(question) in console.export_text()
 
 
 def test_traceback_may_stand_after_the_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def noisy(count: int, last: float = 0.0, every: int = 10) -> list[dict[str, Any]
     return run(*rows, windows=0, every=every)
 
 
+def longer(end: float, count: int) -> list[dict[str, Any]]:
+    """Three windows of 100 tokens, then ``end``."""
+    rows = [{"completions/mean_length": 100.0 if i < 3 else end} for i in range(count)]
+    return run(*rows, windows=0)
+
+
+def at(level: float) -> list[dict[str, Any]]:
+    """A reward that stays at ``level``, a thousandth up and down."""
+    return run(*[{"reward": level + 0.001 * (-1) ** i} for i in range(12)], windows=0, every=10)
+
+
 DEAD = {"groups/dead_share": 1.0, "grad_norm": 0.0, "loss": 0.0, "reward": 0.0}
 ZERO = {"loss": -3e-9}
 CASES: dict[str, tuple[list[Any], list[Any]]] = {
@@ -62,11 +74,21 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "all groups dead": (
         [run(*[DEAD] * 3), run(DEAD, windows=0), run(*[{"frac_reward_zero_std": 1.0, **DEAD}] * 3)],
-        [run(*[DEAD] * 2), run(*[{"groups/dead_share": 0.99}] * 3)],  # the third last is alive
+        [
+            run(*[DEAD] * 2),  # the third last is alive
+            run(*[{"groups/dead_share": 0.99}] * 3),
+            run(*[{**DEAD, "reward": 0.5}] * 2, windows=0),  # too few, and something is rewarded
+            [{"step": 1, "groups/dead_share": 1.0}],
+        ],
     ),
     "no gradient": (
         [run(*[{"grad_norm": 0.0}] * 3)],
-        [run(*[{"grad_norm": 0.0}] * 2), run(*[DEAD] * 3), run(*[{"grad_norm": 1e-9}] * 3)],
+        [
+            run(*[{"grad_norm": 0.0}] * 2),
+            run(*[{"grad_norm": 0.0}] * 2, windows=0),
+            run(*[DEAD] * 3),
+            run(*[{"grad_norm": 1e-9}] * 3),
+        ],
     ),
     "sampler drifts": (
         [run({"rollout/sync_gap": 0.4}), run(*[{"sampling/sampling_logp_difference/mean": 0.11}] * 3)],
@@ -94,17 +116,21 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
         [grown("entropy", 0.1, 0.55), grown("entropy", 7.0, 9.0)],  # 0.45 more; 1.3 times
     ),
     "length runs away": (
-        [grown("completions/mean_length", 100, 151, 20)],
+        [longer(151, 40)],
         [
-            grown("completions/mean_length", 100, 149, 20),
-            grown("completions/mean_length", 100, 151, 18),
-            [{**row, "reward": 0.3 + 0.01 * i} for i, row in enumerate(grown("completions/mean_length", 16, 33, 20))],
+            longer(149, 40),
+            longer(151, 32),  # 30 windows ago: three of 100 tokens
+            [{**row, "reward": 0.3 + 0.01 * i} for i, row in enumerate(longer(200, 40))],
         ],
     ),
     "reward falls": ([noisy(12, last=-0.2), noisy(10, last=-0.2, every=50)], [noisy(12, last=-0.02), noisy(8, last=-0.2, every=20)]),
     "reward flat": (
         [noisy(12), noisy(12, every=50)],
         [noisy(10), noisy(12, last=0.1), noisy(4, every=40), noisy(8, every=20), [{**row, **DEAD} for row in noisy(12)]],
+    ),
+    "reward full": (
+        [at(0.99), [{**row, "rewards/a/mean": 0.97, "rewards/b/mean": 1.0} for row in at(1.97)]],
+        [at(0.93), at(1.5), [{**row, "rewards/a/mean": 0.97, "rewards/b/mean": 0.0} for row in at(0.97)]],
     ),
     "loss 0": ([run(ZERO)], [run(), run(*[DEAD] * 3), run({"loss": math.nan})]),
 }  # fmt: skip
@@ -147,6 +173,29 @@ def test_loss_zero_is_healthy_only_at_one_update_a_batch() -> None:
     assert "loss 0 is right" in verdict.line
     for updates in (2, None):
         assert tripped(run(ZERO), Facts(updates)) == set()
+
+
+def test_a_reward_at_its_ceiling_is_fine() -> None:
+    verdict = diagnose(at(0.98))
+    assert verdict.healthy
+    assert "reward has been 0.98 for 100 steps: where 1 is the most" in verdict.line  # the last 11 of 12 windows
+
+
+def test_r1_zeros_curve_is_healthy_throughout() -> None:
+    """Length is 1.5 times its start by step 11, reward follows: 0.3 to 0.6 in 100 steps, noise 0.05 a window."""
+    for seed in range(20):
+        noise, rows = random.Random(seed), []
+        for i in range(1, 101):
+            reward = 0.3 + 0.4 * (1 - math.exp(-i / 60)) + noise.gauss(0, 0.05)
+            length = 100 + 400 * (1 - math.exp(-i / 80)) + noise.gauss(0, 20)
+            rows.append({"step": i, "reward": reward, "completions/mean_length": length})
+        assert [v.names for v in changes(rows)] == [(), ()]
+
+
+def test_a_start_where_nothing_is_rewarded_is_said_at_once() -> None:
+    line = diagnose(run(DEAD, windows=0)).line
+    assert line.startswith("step 1: all groups are dead")
+    assert "(mean reward 0: too hard, or the reward cannot read the answers)" in line
 
 
 def test_the_line_names_what_was_seen_and_the_settings() -> None:
