@@ -35,7 +35,12 @@ from grpo_lab.trainer.trl_bridge.names import (
     is_multimodal,
     may_bring_images,
 )
-from grpo_lab.trainer.trl_bridge.reference import copy_to_reference, reference_tensors, whole_by_names
+from grpo_lab.trainer.trl_bridge.reference import (
+    copy_to_reference,
+    load_policy_adapter,
+    reference_tensors,
+    whole_by_names,
+)
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
 from grpo_lab.trainer.trl_bridge.replace import replaced
 
@@ -54,6 +59,7 @@ __all__ = [
     "forwards_replaced",
     "is_compiled",
     "is_multimodal",
+    "load_policy_adapter",
     "logged_rows",
     "may_bring_images",
     "plain_cpu",
