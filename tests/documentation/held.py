@@ -45,6 +45,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
     "python scripts/compare_arms.py *": ("hours", "an experiment: 3 to 20 minutes a run, three seeds, up to five arms"),
+    "python scripts/reinforce_menu.py*": "tests/unit/test_reinforce_menu_script.py::test_finished_runs_are_not_repeated",
     "python scripts/compare_curation.py *": ("hours", "an experiment: three seeds of several arms"),
     "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),
     "python scripts/thinking_budget_table.py": ("minutes", "an experiment: a model is trained first"),
