@@ -14,6 +14,7 @@ use another --folder.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from statistics import fmean
@@ -65,6 +66,11 @@ def main() -> None:
                 found[delta][loss].append(json.loads((output / "arm.json").read_text()))
     (args.folder / "menu.json").write_text(json.dumps(found, indent=1))
     print(table(found))
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "no figure: matplotlib is not installed (pip install matplotlib; the next call draws it from what is there)"
+        )
+        return
     draw(found, args.folder / "menu.png")
     print(f"figure: {args.folder / 'menu.png'}")
 

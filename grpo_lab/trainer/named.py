@@ -58,7 +58,7 @@ class R1ZeroTrainer(LabTrainer):
     ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format; an environment that owns its reward counts as given. R1 adds the language-consistency reward in its first
     RL stage: set ``language`` in a subclass (``"en"``, or ``"prompt"`` for the prompt's language), or pass
     ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001, temperature 1, 16 completions a question,
-    32 questions a step, reference replaced every 400 steps (TRL: ``sync_ref_model``, ``ref_model_sync_steps``).
+    32 questions a step, reference replaced every 400 steps (``reference_every``).
     """
 
     objective = "grpo"

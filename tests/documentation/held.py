@@ -59,6 +59,7 @@ HELD: dict[str, str | tuple[str, str]] = {
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
     ),
     "python scripts/compare_arms.py *": ("hours", "an experiment: 3 to 20 minutes a run, three seeds, up to five arms"),
+    "python scripts/reinforce_menu.py*": "tests/unit/test_reinforce_menu_script.py::test_finished_runs_are_not_repeated",
     "python scripts/compare_curation.py *": ("hours", "an experiment: three seeds of several arms"),
     "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),
     "python scripts/thinking_budget_table.py": ("minutes", "an experiment: a model is trained first"),

@@ -140,12 +140,14 @@ def adapter(trainer: Any, name: str) -> Tensor:
     return torch.cat([v.detach().flatten() for key, v in trainer.model.named_parameters() if f".{name}." in key])
 
 
-def test_an_adapters_copy_moves_and_is_resumed(tmp_path: Path) -> None:
-    whole = adapted(tmp_path / "whole", reference_every=3)
+@pytest.mark.parametrize("every", [3, None])
+def test_an_adapters_copy_moves_and_is_resumed(every: int | None, tmp_path: Path) -> None:
+    """Without the setting, too: transformers alone would resume from the adapter that the run began with."""
+    whole = adapted(tmp_path / "whole", reference_every=every)
     start = adapter(whole, "ref").clone()
     whole.train()
-    assert not torch.equal(adapter(whole, "ref"), start)
-    again = adapted(tmp_path / "again", reference_every=3)
+    assert torch.equal(adapter(whole, "ref"), start) is (every is None)
+    again = adapted(tmp_path / "again", reference_every=every)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert torch.equal(weights(again), weights(whole))  # of both adapters
     assert history(again) == history(whole)

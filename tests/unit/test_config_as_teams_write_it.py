@@ -39,6 +39,7 @@ OURS: dict[str, Any] = {
     "rollout": {"thinking_budget": 32, "budget_text": " So:</think>"},
     "reward_schedules": {"accuracy_reward": {"kind": "warmup", "start": 10, "value": 0.5}},
     "reset_optimizer": True,
+    "reference_every": 400,
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
 }
@@ -69,6 +70,7 @@ def same(a: LabConfig, b: LabConfig) -> bool:
         "learning_rate",
         "reward_weights",
         "reset_optimizer",
+        "reference_every",
     )
     flat += ("steps_per_generation", "generation_batch_size", "importance_sampling_level")
     return a.lab_settings == b.lab_settings and all(getattr(a, name) == getattr(b, name) for name in flat)

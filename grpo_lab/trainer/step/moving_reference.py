@@ -70,6 +70,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         if checkpoint is None:
             return
         trainer = self.trainer
+        trl_bridge.load_policy_adapter(trainer, checkpoint)
         moved = load_reference(checkpoint, self._tensors)
         self._moved = bool(moved)
         if moved is None and self._moves():

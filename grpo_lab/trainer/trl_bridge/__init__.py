@@ -42,7 +42,12 @@ from grpo_lab.trainer.trl_bridge.names import (
     is_multimodal,
     may_bring_images,
 )
-from grpo_lab.trainer.trl_bridge.reference import copy_to_reference, reference_tensors, whole_by_names
+from grpo_lab.trainer.trl_bridge.reference import (
+    copy_to_reference,
+    load_policy_adapter,
+    reference_tensors,
+    whole_by_names,
+)
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
 from grpo_lab.trainer.trl_bridge.replace import replaced
 from grpo_lab.trainer.trl_bridge.values import (
@@ -78,6 +83,7 @@ __all__ = [
     "is_compiled",
     "is_critics",
     "is_multimodal",
+    "load_policy_adapter",
     "logged_rows",
     "may_bring_images",
     "plain_cpu",

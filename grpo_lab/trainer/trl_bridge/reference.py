@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ def copy_to_reference(trainer: Any) -> None:
             reference.copy_(policy)
 
 
+def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
+    """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
+
+    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in
+    folders or the one beside them: the copy alone, so that the policy would start again where it began, with a warm optimizer.
+    """
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    saved = Path(checkpoint)
+    if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
+        return
+    if any((saved / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        policy.load_adapter(checkpoint, POLICY_ADAPTER, is_trainable=True)
+        policy.set_adapter(POLICY_ADAPTER)
+
+
 def whole_by_names(trainer: Any) -> str | None:
     """Why a rank cannot read and write the reference tensor by tensor, or ``None``."""
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -61,4 +77,4 @@ def whole_by_names(trainer: Any) -> str | None:
     return None
 
 
-__all__ = ["copy_to_reference", "reference_tensors", "whole_by_names"]
+__all__ = ["copy_to_reference", "load_policy_adapter", "reference_tensors", "whole_by_names"]
