@@ -37,8 +37,11 @@ class Net(nn.Module):
         return (torch.einsum("be,lef->blf", one, self.decode) @ self.embed.weight.T).log_softmax(-1)
 
 
-def train(seed: int, kind: str = "inclusion_ordering", epsilon: float = 0.01) -> tuple[list[dict[str, float]], list[list[str]]]:
-    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and eight samples of the last, with theirs."""
+def train(
+    seed: int, kind: str = "inclusion_ordering", epsilon: float = 0.01
+) -> tuple[list[dict[str, float]], list[list[str]]]:
+    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and the eight samples of the last on which code and formula
+    differ most."""
     torch.manual_seed(seed)
     objective = Objective("sorting", Clipped(epsilon), token_mean, kl=KLTerm(0.02, "k3"))
     net, rewards = Net(), {name: SortingReward(name) for name in KINDS}
@@ -67,7 +70,8 @@ def train(seed: int, kind: str = "inclusion_ordering", epsilon: float = 0.01) ->
             optimizer.zero_grad()
             objective.loss(batch, counts).backward()
             optimizer.step()
-    some = range(0, 8 * EACH, EACH)  # the first answer to each of eight prompts
+    gap = scores["inclusion_ordering"] - scores["inclusion_ordering_multiset"]
+    some = (gap * 10 + scores["inclusion_ordering"]).topk(8).indices.tolist()  # where code and formula differ most
     return curve, [[str(prompts[i].tolist()), texts[i], *(f"{scores[kind][i]:.0f}" for kind in KINDS)] for i in some]
 
 
@@ -79,10 +83,15 @@ def main() -> None:
     args = parser.parse_args()
     runs = [train(seed, args.kind, args.epsilon) for seed in args.seeds]
     curves = [curve for curve, _ in runs]
-    print(f"paid by {args.kind}, ε = {args.epsilon}, mean of {len(curves)} seeds\niteration " + " ".join(f"{name:>28s}" for name in KINDS))
+    print(
+        f"paid by {args.kind}, ε = {args.epsilon}, mean of {len(curves)} seeds\niteration "
+        + " ".join(f"{name:>28s}" for name in KINDS)
+    )
     for at in (0, 40, 80, 120, 160, 199):
         print(f"{at:9d} " + " ".join(f"{fmean(curve[at][name] for curve in curves):28.3f}" for name in KINDS))
-    print(f"\neight answers after it, seed {args.seeds[0]}: prompt, answer, rewards in the same order")
+    print(
+        f"\neight answers of the last iteration on which the first two differ most, seed {args.seeds[0]}: prompt, answer, rewards in the same order"
+    )
     for row in runs[0][1]:
         print("  ".join(row))
 
