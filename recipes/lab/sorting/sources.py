@@ -40,8 +40,8 @@ class Net(nn.Module):
 def train(
     seed: int, kind: str = "inclusion_ordering", epsilon: float = 0.01
 ) -> tuple[list[dict[str, float]], list[list[str]]]:
-    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and the eight samples of the last on which code and formula
-    differ most."""
+    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and samples of the last to the eight prompts where code and
+    formula differ most."""
     torch.manual_seed(seed)
     objective = Objective("sorting", Clipped(epsilon), token_mean, kl=KLTerm(0.02, "k3"))
     net, rewards = Net(), {name: SortingReward(name) for name in KINDS}
@@ -71,7 +71,8 @@ def train(
             objective.loss(batch, counts).backward()
             optimizer.step()
     gap = scores["inclusion_ordering"] - scores["inclusion_ordering_multiset"]
-    some = (gap * 10 + scores["inclusion_ordering"]).topk(8).indices.tolist()  # where code and formula differ most
+    widest, which = (gap * 10 + scores["inclusion_ordering"]).view(PROMPTS, EACH).max(1)  # of each prompt's answers
+    some = [int(prompt * EACH + which[prompt]) for prompt in widest.topk(8).indices]
     return curve, [[str(prompts[i].tolist()), texts[i], *(f"{scores[kind][i]:.0f}" for kind in KINDS)] for i in some]
 
 
