@@ -105,7 +105,10 @@ def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.Captu
         ([], "give one of --data"),
         (["--data", "word_problems", "--like", "x"], "give one of --data"),
         (["--like", "/nowhere"], "no such folder or file"),
-        (["--data", "gsm"], "must be one of coding_tasks, countdown, file, gsm8k, math, proofs, sorting, word_problems"),
+        (
+            ["--data", "gsm"],
+            "must be one of coding_tasks, countdown, file, gsm8k, math, proofs, sorting, word_problems",
+        ),
         (
             ["--data", "gsm8k", "--largest", "5"],
             "--data.largest: the loader 'gsm8k' takes source, split, system_prompt",
