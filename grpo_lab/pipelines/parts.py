@@ -51,8 +51,7 @@ REWARDS = {
     "token_classification_steps": "TokenClassificationSteps",
     "worked_out": "worked_out",
 }
-SHAPING = ("soft_overlong", "repetition", "cosine_scaled")
-"""TRL's, built by ``grpo_lab.trainer.trl_bridge.rewards``."""
+SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
 MAX_UNPARSEABLE_GOLDS = 0.01
 
 
@@ -134,9 +133,8 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
             continue
         report = check(rows["solution"])
         if report.share_unusable > limit:
-            raise ValueError(
-                f"column 'solution' (`data`): more than {limit:.0%} of its gold answers are unusable. {report}"
-            )
+            many = f"more than {limit:.0%} of its gold answers"
+            raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")
 
 
 def check_evaluation(section: EvaluationSection | None) -> None:
@@ -253,9 +251,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
     if recipe.rewards:
         weights = [reward.weight for reward in recipe.rewards]
         beside = settings.setdefault("reward_weights", weights)
-        for place, (own, other) in enumerate(
-            zip(weights, beside or [], strict=False)
-        ):  # more where the trainer declares some
+        pairs = zip(weights, beside or [], strict=False)  # more where the trainer declares some
+        for place, (own, other) in enumerate(pairs):
             if own not in (1.0, other):  # 1: nothing was said there
                 raise ValueError(
                     f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one setting; leave one out"
