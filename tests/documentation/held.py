@@ -25,6 +25,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make docs-serve": ("minutes", "serves until it is stopped"),
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
+    "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
