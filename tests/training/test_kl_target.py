@@ -15,7 +15,7 @@ from grpo_lab.testing import tiny_model
 from parity.harness import arguments, problems
 
 pytestmark = pytest.mark.slow
-TARGET, WARM, STEPS = 1.0, 50, 100
+TARGET, WARM, STEPS = 0.5, 60, 140
 
 
 def low_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -35,7 +35,7 @@ def steered(folder: Path, wrong: bool = False) -> tuple[list[float], list[float]
         model.config._name_or_path = model.name_or_path = str(folder / "start")  # TRL loads the reference from there
         settings = {
             "max_steps": STEPS, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_generations": 8,
-            "max_completion_length": 6, "learning_rate": 3e-3, "optim": "adamw_torch",
+            "max_completion_length": 6, "learning_rate": 1e-3, "optim": "adamw_torch",
         }  # fmt: skip
         kl = {
             "estimator": "k1",
@@ -43,7 +43,7 @@ def steered(folder: Path, wrong: bool = False) -> tuple[list[float], list[float]
             "per": "token",
             "coefficient": 0.05,
             "target": TARGET,
-            "rate": 1.0,
+            "rate": 0.2,
         }
         config = LabConfig(**arguments(folder, **settings), objective="dr_grpo", kl=kl)
         trainer = LabTrainer(model, low_tokens, config, problems(32), processing_class=tokenizer)
@@ -55,9 +55,9 @@ def steered(folder: Path, wrong: bool = False) -> tuple[list[float], list[float]
 
 
 def holds(seen: list[float]) -> bool:
-    """Means of ten batches (64 completions each), since one batch's KL is an estimate."""
+    """Means of twenty batches (64 completions each), since one batch's KL is an estimate; seen: within ±16%."""
     late = seen[WARM:]
-    return all(abs(fmean(late[i : i + 10]) / TARGET - 1) <= 0.3 for i in range(0, len(late) - 9, 10))
+    return all(abs(fmean(late[i : i + 20]) / TARGET - 1) <= 0.3 for i in range(0, len(late) - 19, 20))
 
 
 def test_the_measured_kl_stays_at_its_target(tmp_path: Path) -> None:

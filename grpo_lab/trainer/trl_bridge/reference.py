@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lab.trainer.trl_bridge.values import without_critic
+
 #: what TRL calls the copy of an adapter that the policy came with, and the adapter itself
 REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
@@ -23,7 +25,7 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
         return _of_adapters(policy)
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     ours = [*reference.named_parameters(), *reference.named_buffers()]
-    theirs = [*policy.named_parameters(), *policy.named_buffers()]
+    theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
     if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
         raise ValueError(
             f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: a copy of the one "
