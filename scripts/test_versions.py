@@ -108,7 +108,7 @@ def outcome(name: str) -> Outcome:
     releases = dict(line.lower().split("==", 1) for line in listing.splitlines() if "==" in line)
     suites = {}
     for suite, paths in SUITES.items():
-        command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not vllm", "-p", "no:cacheprovider", *paths]
+        command = [str(python), "-m", "pytest", "-m", "not slow and not vllm", "-p", "no:cacheprovider", *paths]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
         suites[suite] = re.sub(r" in [\d.]+s.*", "", last).strip("= ")
