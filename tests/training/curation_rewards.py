@@ -14,8 +14,8 @@ def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[flo
     ]
 
 
-def early_letter(completions: list[Any], **_: Any) -> list[float]:
-    """1 where the first letter or sign of a completion is one of a … l: something that a random model does at times, and that a few
-    steps of supervised training teach it, whatever comes after it.
+def brief(completions: list[Any], **_: Any) -> list[float]:
+    """1 where a completion has at most 10 characters: a random model is brief at times, and supervised training on what was brief, each
+    with its end behind it, makes it so.
     """
-    return [float(one[-1]["content"].lstrip()[:1] in tuple("abcdefghijkl")) for one in completions]
+    return [float(len(one[-1]["content"]) <= 10) for one in completions]

@@ -19,7 +19,7 @@ from grpo_lab.pipelines.run_rounds import run_rounds
 from grpo_lab.trainer.supervised.preference import prefer
 from grpo_lab.trainer.supervised.weighted import implicit_weight
 from tolerance import log_prob_gap
-from training.curation_rewards import early_letter
+from training.curation_rewards import brief
 
 TESTS = Path(__file__).resolve().parents[1]
 DATA = {"loader": "word_problems", "n": 24, "template": "chat", "largest": 20, "steps": [1, 2]}
@@ -38,17 +38,17 @@ def recipe(model: Path, **changes: Any) -> dict[str, Any]:
         "method": "expert_iteration",
         "model": {"path": str(model)},
         "data": DATA,
-        "reward": "training.curation_rewards:early_letter",
+        "reward": "training.curation_rewards:brief",
         "rounds": {"count": 3, "questions": 8},
         "n_samples": 16,
-        "max_completion_length": 3,
+        "max_completion_length": 6,
         "problems_per_save": 4,
         "use_cpu": True,
-        "training": {**TRAINING, "num_train_epochs": 4},
+        "training": {**TRAINING, "num_train_epochs": 3},
         "evaluation": {
             "data": {**DATA, "split": "test"},
-            "reward": "training.curation_rewards:early_letter",
-            "max_new_tokens": 3,
+            "reward": "training.curation_rewards:brief",
+            "max_new_tokens": 6,
             "n_samples": 8,
         },
         "output_dir": "out",
@@ -118,7 +118,7 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
     rows = [json.loads(line) for line in (tmp_path / "out" / "round-1" / "rows.jsonl").read_text().splitlines()]
     assert 0 < len(rows) <= 16
     for row in rows:
-        assert early_letter([row["chosen"], row["rejected"]]) == [1.0, 0.0]
+        assert brief([row["chosen"], row["rejected"]]) == [1.0, 0.0]
     before = files(tmp_path / "out" / "round-1")
     run_rounds(dpo)
     assert "nothing to do" in capsys.readouterr().out
