@@ -1,5 +1,7 @@
 """What the libraries print of a run, reduced to a line of progress: only around the command line's own runs, never at import.
 
+(A team's own trainer has the line of progress, too, where `objective` is set: ``grpo_lab.trainer.metrics.progress``.)
+
 Silenced by the libraries' own switches: bars for loading weights, saving and mapping rows; a dictionary of metrics per log; notes on
 special tokens and generation flags; warnings for the libraries' developers. Errors, warnings about weights and data, and this package's
 own lines stay. The metrics are in ``metrics.jsonl``. ``--verbose`` changes nothing of what the libraries print.
@@ -9,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
-from transformers.trainer_callback import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import TrainerCallback
+
+from grpo_lab.trainer.metrics.progress import AsStock, OneLine
 
 TALKATIVE = ("vllm", "trl", "accelerate", "peft", "torch")
 """Loggers heard from warnings up."""
@@ -28,34 +30,12 @@ NO_ACCELERATOR = r".*pin_memory.*no accelerator"
 EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which is an experimental feature)"
 """TRL's SimPO, which long2short uses knowingly; `rollout_func` (thinking budgets) and `environment_factory`."""
 
-SECONDS_IN_A_FILE = 30.0
-"""Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
-
-SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
-"""(metric, its name on the line, how it is written), the first two that are there."""
-
-
-class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        super().on_train_begin(args, state, control, **more)
-        if self.training_bar is not None and not sys.stderr.isatty():
-            self.training_bar.mininterval = self.training_bar.maxinterval = SECONDS_IN_A_FILE
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(in_short(logs), refresh=False)
-
 
 class NoLine(TrainerCallback):  # type: ignore[misc]
     """In place of HF's printer of dictionaries, where ``disable_tqdm`` asks for no bar."""
 
 
-def in_short(logs: dict[str, Any]) -> str:
-    """``reward 0.52, length 27``."""
-    found = [f"{name} {how.format(logs[key])}" for key, name, how in SHOWN if isinstance(logs.get(key), int | float)]
-    return ", ".join(found[:2])
+ONE_LINE = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
 
 
 @contextlib.contextmanager
@@ -66,11 +46,12 @@ def quiet(verbose: bool = False) -> Iterator[None]:
         verbose: change nothing.
     """
     if verbose:
-        yield
+        with _callbacks(DEFAULT_PROGRESS_CALLBACK=AsStock):
+            yield
         return
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    with _loggers(), _bars(), _callbacks(), warnings.catch_warnings(), logging_redirect_tqdm():
+    with _loggers(), _bars(), _callbacks(**ONE_LINE), warnings.catch_warnings(), logging_redirect_tqdm():
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             message = NO_ACCELERATOR if category is UserWarning else ""
             warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
@@ -110,11 +91,10 @@ def _bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _callbacks() -> Iterator[None]:
+def _callbacks(**names: type[TrainerCallback]) -> Iterator[None]:
     """What every ``transformers.Trainer`` made inside shows its progress with, as notebooks replace it."""
     from transformers import trainer
 
-    names = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
     before = {name: getattr(trainer, name) for name in names}
     for name, ours in names.items():
         setattr(trainer, name, ours)
@@ -125,4 +105,4 @@ def _callbacks() -> Iterator[None]:
             setattr(trainer, name, theirs)
 
 
-__all__ = ["OneLine", "in_short", "quiet"]
+__all__ = ["quiet"]

@@ -14,6 +14,7 @@ from grpo_lab.trainer.critic.optimizer import CriticAlone
 from grpo_lab.trainer.door import Given
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.health_line import HealthLine
+from grpo_lab.trainer.metrics.progress import one_line_for
 from grpo_lab.trainer.prompts.sampler import PromptOrder
 from grpo_lab.trainer.proof.loss_proof import prove_loss
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
@@ -85,6 +86,7 @@ class Parts:
         trainer.add_callback(self.keeps_on_interrupt)
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
+            one_line_for(trainer)
         first = trainer.callback_handler.callbacks
         if self.optimizer_reset is not None:
             first.insert(0, self.optimizer_reset)  # other callbacks see it done

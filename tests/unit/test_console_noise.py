@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import trainer
+from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging as theirs
+from transformers.utils.notebook import NotebookProgressCallback
 
 from grpo_lab.cli import _parser
-from grpo_lab.pipelines.console_noise import OneLine, in_short, quiet
+from grpo_lab.pipelines.console_noise import quiet
+from grpo_lab.trainer.metrics.progress import AsStock, OneLine, in_short, one_line_for
 
 
 def state() -> tuple[object, ...]:
@@ -35,7 +38,10 @@ def interrupted() -> None:
 def test_quiet_inside_and_as_before_outside() -> None:
     before = state()
     with quiet(verbose=True):
-        assert state() == before
+        assert state()[1:] == before[1:]
+        assert issubclass(trainer.DEFAULT_PROGRESS_CALLBACK, trainer.ProgressCallback)
+        assert not issubclass(trainer.DEFAULT_PROGRESS_CALLBACK, OneLine)
+    assert state() == before
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert state() == before
@@ -65,11 +71,13 @@ def test_the_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         here.global_step = step
         line.on_log(None, here, None, {"loss": 0.1, "reward": 0.25 * step, "completions/mean_length": 31.7})
         line.on_step_end(None, here, None)
+    line.on_log(None, here, None, {"eval_loss": 0.1, "eval_reward": 0.5, "eval_completions/mean_length": 30.2})
     line.on_log(None, here, None, {"train_runtime": 1.0})
     line.on_train_end(None, here, None)
     shown = stream.getvalue()
-    assert shown.count("\n") == 1
-    assert len(shown.split("\r")) <= 4  # nobody watches: begin and end
+    assert shown.count("\n") == 2
+    assert "step 3: evaluation: reward 0.5, length 30\n" in shown
+    assert len(shown.split("\r")) <= 6  # nobody watches: begin, around the evaluation, end
     assert "3/3" in shown
     assert "reward 0.75, length 32" in shown
     assert in_short({"loss": 0.5, "grad_norm": 1.0}) == "loss 0.5"
@@ -80,3 +88,22 @@ def test_verbose_stands_before_and_after_the_command() -> None:
     for words in (["--verbose", "quickstart"], ["quickstart", "--verbose"]):
         assert _parser().parse_known_args(words)[0].verbose
     assert not _parser().parse_known_args(["quickstart"])[0].verbose
+
+
+@pytest.mark.parametrize(
+    ("given", "log_level", "found"),
+    [
+        (ProgressCallback, "passive", OneLine),
+        (ProgressCallback, "info", ProgressCallback),
+        (AsStock, "passive", AsStock),  # `--verbose`
+        (NotebookProgressCallback, "passive", NotebookProgressCallback),
+    ],
+)
+def test_a_teams_trainer_shows_one_line_unless_asked(given: type, log_level: str, found: type) -> None:
+    callbacks = [object(), given()]
+    one_line_for(
+        SimpleNamespace(
+            args=SimpleNamespace(log_level=log_level), callback_handler=SimpleNamespace(callbacks=callbacks)
+        )
+    )
+    assert type(callbacks[1]) is found
