@@ -34,7 +34,7 @@ class CodeReward:
         timeout_s: processor seconds of one run of the program: all the calls of a text of assertions, or one input/output pair.
         wall_s: seconds on the clock for one completion and all its tests. A verdict comes at most a second later.
         memory_bytes: address space of the program.
-        workers: completions judged at once; None: one a core.
+        workers: completions judged at once; None: one a core, shared among the ranks of this machine.
         walls: what must stand between the program and this machine (``grpo_lab.verifiers.code.walls``); None: all that the machine gives,
             said in the log at first use.
 

@@ -17,13 +17,16 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "verifiable"
 def test_two_steps(name: str, tmp_path: Path) -> None:
     from grpo_lab.pipelines.train import train
 
-    small = {"n": 8}
     changes = {
         "output_dir": str(tmp_path / "run"),
-        "model": {"tiny": {"hidden_size": 32, "num_heads": 2, "num_layers": 1}},
-        "data": small,
-        "cold_start": {"data": small, "max_steps": 2, "per_device_train_batch_size": 4},
-        "evaluation": {"data": {"n": 4}},
+        "model.tiny.hidden_size": 32,
+        "model.tiny.num_heads": 2,
+        "model.tiny.num_layers": 1,
+        "data.n": 8,
+        "cold_start.data.n": 8,
+        "cold_start.max_steps": 2,
+        "cold_start.per_device_train_batch_size": 4,
+        "evaluation.data.n": 4,
         "num_generations": 2,
         "per_device_train_batch_size": 4,
         "max_completion_length": 8,

@@ -255,6 +255,21 @@ def test_tests_that_are_none_are_unscorable_whatever_the_program(reward: CodeRew
     assert reward(completions=[ADD, "import sys; sys.exit()"], tests=[tests] * 2)[0] is None
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class E(Exception): pass\ndef enc(x): return E",
+        "def enc(x): return 'x' * (31 << 20)\ndef dec(x): return 1",
+        "def enc(x):\n    for _ in range(290): x = [x]\n    return x\ndef dec(x): return 1",
+        "class L(list): pass\ndef enc(x): return L\ndef dec(x): return 1",
+    ],
+)
+def test_a_program_cannot_make_a_test_unusable(reward: CodeReward, program: str) -> None:
+    """What it gives back and the test hands on, wrapped ever deeper, fails the test: None would be better than 0."""
+    tests = "y = enc(1)\nfor _ in range(40):\n    y = [y, y] if len(str(y)) > 10**7 else [y]\nassert dec(y) == 2"
+    assert one(reward, program, tests) == 0.0
+
+
 def test_unscorable_does_not_depend_on_the_program(reward: CodeReward) -> None:
     assert (
         reward(completions=[ADD, "", "while True: pass", "import os; os._exit(0)"], tests=["assert True"] * 4)

@@ -68,7 +68,7 @@ class CodeJudge:
         cpu_seconds: processor time of one run: all the calls of a text of assertions, or one input/output pair.
         wall_seconds: on the clock, for one program and all its tests.
         memory_bytes: address space of the program.
-        workers: programs judged at once; None: one a core.
+        workers: programs judged at once; None: one a core, shared among the ranks of this machine (``LOCAL_WORLD_SIZE``).
         walls: the walls that must stand, no others; None: all that can. ``ValueError`` at first use where a named one cannot, or where
             none is named and too little can.
     """
@@ -85,8 +85,7 @@ class CodeJudge:
         limits = Limits(
             cpu_seconds=wall_seconds, wall_seconds=wall_seconds + _LATE_S, memory_bytes=memory_bytes + _ROOM_BYTES
         )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or cores)
+        self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or _one_a_core())
         self._common = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_bytes}
         self._wanted = walls
         self._missing: dict[str, str] | None = None
@@ -135,6 +134,11 @@ class CodeJudge:
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""
         self.pool.close()
+
+
+def _one_a_core() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @lru_cache(maxsize=1)

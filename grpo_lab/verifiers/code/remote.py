@@ -44,6 +44,9 @@ _YES_OR_NO = frozenset(
 """Questions of plain data's own types: an object that answers yes to each must not pass for a text or a set."""
 
 
+_FROM_PROGRAMS = (BaseException, list, tuple, dict, set, frozenset, collections.deque)
+
+
 class ProgramGone(BaseException):
     """The program ended, left by ``sys.exit``, or broke the channel: nothing that a test can catch as an ``Exception``."""
 
@@ -91,9 +94,9 @@ class Program:
         try:
             self._channel.send(request)
             answer = self._take(self._channel.receive(), args)
-        except OverflowError as error:
-            raise Unsendable(str(error)) from None
-        except Exception as error:  # hostile bytes can be wrong in any way
+        except (
+            Exception
+        ) as error:  # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
         if isinstance(answer, _Raised):
@@ -149,6 +152,10 @@ class Program:
         named = pack_name(value)
         if named is not None:
             return named
+        if isinstance(value, _FROM_PROGRAMS) or (isinstance(value, type) and issubclass(value, BaseException)):
+            raise TypeError(
+                "too deep, or an exception: a program may have made it so, and must not make a test unusable"
+            )
         if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             raise Unsendable(f"a {type(value).__name__} of the tests cannot be handed to the program")
         self._functions.append(value)
