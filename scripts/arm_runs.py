@@ -152,6 +152,13 @@ def at_tokens(points: Sequence[Point], tokens: float) -> float:
     return reached[-1] if reached and points[-1]["tokens"] >= tokens else math.nan
 
 
+def peak_memory() -> float:
+    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the process that started it."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
+
+
 def pyplot_if_there(path: Path) -> Any:
     """matplotlib's pyplot, drawing into files; None, and a line that says so, where matplotlib is not installed (the package does not need it)."""
     try:

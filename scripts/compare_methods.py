@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arm_report import draw, table
-from arm_runs import HeldOut, points_of, points_of_rounds, shared_start
+from arm_runs import HeldOut, peak_memory, points_of, points_of_rounds, shared_start
 
 from grpo_lab.atomic import write_whole_text
 from grpo_lab.pipelines import parts
@@ -142,11 +141,10 @@ def in_own_process(arm: str, seed: int, args: argparse.Namespace) -> str | None:
 
 def run_arm(arm: str, seed: int, args: argparse.Namespace) -> None:
     """In the arm's process: train, then write the record."""
-    libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    libraries = peak_memory()
     began = time.perf_counter()
     points = TRAINED_BY[ARMS[arm].trained_by](ARMS[arm], seed, folder_of(arm, seed, args), args)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    record = {"arm": arm, "seed": seed, "points": points, "memory_mib": (peak - libraries) / 1024}
+    record = {"arm": arm, "seed": seed, "points": points, "memory_mib": peak_memory() - libraries}
     write_whole_text(record_of(arm, seed, args), json.dumps({**record, "process_seconds": time.perf_counter() - began}))
 
 

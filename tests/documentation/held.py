@@ -51,7 +51,6 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
     "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
-    "python scripts/lab_smoke.py*": f"{COMPARING}test_smoke_of_two_presets",
     "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
     "python scripts/compare_sorting.py*": ("minutes", "an experiment: four runs of four minutes"),
     "python recipes/lab/sorting/sources.py*": "tests/unit/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns",
