@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 FROM_OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
     "recipes/quickstart/README.md": "recipes/quickstart/README.md",
     "recipes/lab/misreading/README.md": "recipes/lab/misreading/README.md",
     "recipes/lab/sorting/README.md": "recipes/lab/sorting/README.md",
