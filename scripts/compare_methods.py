@@ -129,7 +129,7 @@ def in_own_process(arm: str, seed: int, args: argparse.Namespace) -> str | None:
         f"--folder={args.folder}",
     ]
     settings += [word for pair in args.set for word in ("--set", *pair)]
-    log = folder_of(arm, seed, args).with_suffix(".log")
+    log = Path(f"{folder_of(arm, seed, args)}.log")
     print(f"{arm}, seed {seed} ... ({log})", flush=True)
     with log.open("a", encoding="utf-8") as file:
         command = [sys.executable, __file__, "all", *settings, "--run-one", arm, str(seed)]
