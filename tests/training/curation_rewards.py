@@ -15,7 +15,7 @@ def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[flo
 
 
 def brief(completions: list[Any], **_: Any) -> list[float]:
-    """1 where a completion has at most 10 characters: a random model is brief at times, and supervised training on what was brief, each
+    """1 where a completion has at most 16 characters: a random model is brief at times, and supervised training on what was brief, each
     with its end behind it, makes it so.
     """
-    return [float(len(one[-1]["content"]) <= 10) for one in completions]
+    return [float(len(one[-1]["content"]) <= 16) for one in completions]
