@@ -35,9 +35,9 @@ class TokenBatch:
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
-        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one (``value``).
         sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
+        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one (``value``).
     """
 
     logps: Tensor
@@ -48,8 +48,8 @@ class TokenBatch:
     ref_logps: Tensor | None = None
     entropies: Tensor | None = None
     sampler_weights: Tensor | None = None
-    values: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Tensor | None = None
 
     @property
     def ratio(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ class Oracle:
         self.bias = self.critic["head.bias"].clone().requires_grad_()
         self.eos = eos
         self.losses: list[tuple[float, float]] = []
+        self.approx_kl: list[float] = []
+        self.generations: list[dict[str, float]] = []  # what is logged of each
 
     def forward(self, model: Any, prompt: list[int], ids: list[int]) -> tuple[Tensor, Tensor]:
         """Log-probs and values of the own tokens."""
@@ -108,6 +111,7 @@ class Oracle:
     def judge(self, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
         """Old log-probs and values, advantages and returns of a generation."""
         rows, rewards = [], []
+        curves = []  # of scorable completions: shaped reward, task reward, −β·KL
         with torch.no_grad():
             for prompt, ids in zip(prompts, completions, strict=True):
                 logps, values = self.forward(self.policy, prompt, ids)
@@ -116,6 +120,9 @@ class Oracle:
                 earned: list[float | None] = [
                     -BETA * max(a - b, 0.0) for a, b in zip(logps.tolist(), reference.tolist())
                 ]
+                if task is not None:
+                    charged, cut = math.fsum(earned), PENALTY if ids[-1] != self.eos else 0.0  # type: ignore[arg-type]
+                    curves.append((charged + task - cut, task, charged))
                 if task is None:
                     earned = [None] * len(earned)
                 elif earned:
@@ -133,6 +140,13 @@ class Oracle:
         for row, found, pushed in zip(rows, advantages, whitened(advantages, shift=True), strict=True):
             row["returns"] = [None if a is None else a + v for a, v in zip(found, row["values"], strict=True)]
             row["pushed"] = [0.0 if a is None else a for a in pushed]
+        names = ("ppo/shaped_reward", "ppo/task_reward", "ppo/kl_reward")
+        logged = {name: math.fsum(c) / len(curves) for name, c in zip(names, zip(*curves, strict=True), strict=True)}
+        pairs = [(r, v) for row in rows for r, v in zip(row["returns"], row["values"], strict=True) if r is not None]
+        errors = statistics.pvariance([r - v for r, v in pairs])
+        logged["value/return_mean"] = statistics.fmean(r for r, _ in pairs)
+        logged["value/explained_variance"] = 1 - errors / statistics.pvariance([r for r, _ in pairs])
+        self.generations.append(logged)
         return rows
 
     def update(self, rows: list[dict[str, Any]]) -> None:
@@ -140,7 +154,7 @@ class Oracle:
         tokens = sum(len(row["logps"]) for row in rows)
         parameters = [*self.policy.parameters()]
         critics = [self.weight, self.bias, *(self.trunk.parameters() if self.trunk is not None else [])]
-        sums = [0.0, 0.0]
+        sums, moved = [0.0, 0.0], 0.0
         for parameter in (*parameters, *critics):
             parameter.grad = None
         for row in rows:
@@ -150,6 +164,7 @@ class Oracle:
                 logps, values, row["logps"], row["values"], row["pushed"], row["returns"], strict=True
             ):
                 ratio = (logp - old).exp()
+                moved += 0.5 * (logp.item() - old) ** 2 / tokens
                 policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a) / tokens
                 if r is not None:
                     clipped = before + (value - before).clamp(-RANGE, RANGE)
@@ -158,6 +173,7 @@ class Oracle:
                 (policy + VF * critic).backward()
             sums = [sums[0] + policy.item(), sums[1] + critic.item()]
         self.losses.append((sums[0], sums[1]))
+        self.approx_kl.append(moved)
         with torch.no_grad():
             for group, rate in ((parameters, LR), (critics, VALUE_LR)):
                 for parameter in group:

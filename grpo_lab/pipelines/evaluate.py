@@ -66,13 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--split",
         help="default: test. gsm8k: train, test; math: of its source; file: the file's stem in a folder; "
-        f"sorting, word_problems: {', '.join(SPLITS)}",
+        f"{', '.join(MADE)}: {', '.join(SPLITS)}",
         **given,
     )
     rows.add_argument("--template", help=f"prompt template: {', '.join(TEMPLATES)} (default: chat)", **given)
-    rows.add_argument(
-        "--limit", type=_at_least_one, help="problems at most (sorting, word_problems: how many are made)", **given
-    )
+    rows.add_argument("--limit", type=_at_least_one, help="problems at most; of those that are made: how many", **given)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
             words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]

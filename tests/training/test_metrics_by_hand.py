@@ -70,6 +70,17 @@ ELSEWHERE = {
     "update/resampled_share": "training/test_resample.py",
     "update/completions_generated": "training/test_resample.py",
     "update/bytes_moved": "distributed/metrics_worker.py",
+    "rollout/server_returns": "rollouts/test_server_live.py",
+    "kl/measured": "training/test_kl_target.py",
+    "kl/beta": "training/test_moving_reference.py",
+    "ppo/shaped_reward": "training/test_ppo.py",
+    "ppo/task_reward": "training/test_ppo.py",
+    "ppo/kl_reward": "training/test_ppo.py",
+    "value/loss": "training/test_ppo.py",
+    "value/clip_fraction": "training/test_ppo.py",
+    "value/explained_variance": "training/test_ppo.py",
+    "value/return_mean": "training/test_ppo.py",
+    "policy/approx_kl": "training/test_ppo.py",
 }
 HERE = {
     *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),

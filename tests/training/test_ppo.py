@@ -51,6 +51,15 @@ def test_weights_and_losses_are_a_float64_oracles(kind: str, update: str, tiny_f
         assert row["loss"] == pytest.approx(policy + ppo_oracle.VF * value, rel=0, abs=bound)
     assert any(row["value/clip_fraction"] > 0 for row in steps)
     assert any(row.get("ppo/kl_reward", 0) < 0 for row in steps)
+    assert max(oracle.approx_kl) > 1e-4
+    for row, moved in zip(steps, oracle.approx_kl, strict=True):
+        # ½d²: an error of d changes it by d times as much
+        assert row["policy/approx_kl"] == pytest.approx(moved, rel=1e-3, abs=metric_gap(torch.float32, 4, 12 * 30, 1.0))
+    logged = [row for row in ours.history if "value/return_mean" in row]
+    for row, wanted in zip(logged, oracle.generations, strict=True):
+        # "ppo/shaped_reward", "ppo/task_reward", "ppo/kl_reward", "value/return_mean", "value/explained_variance"
+        for name, number in wanted.items():
+            assert row[name] == pytest.approx(number, rel=1e-3, abs=metric_gap(torch.float32, 4, 12 * 30, 4.0)), name
 
 
 def small(folder: Path, out: Path, **changes: Any) -> PPOTrainer:

@@ -34,7 +34,7 @@ def test_a_view_reads_writes_and_takes_out() -> None:
 
 def test_what_is_ours_begins_with_our_name() -> None:
     ours = {name for name in FIELDS if FIELDS[name].startswith(OURS)}
-    assert ours == {"as_generated", "unmoved", "length_quartile", "position_offset"}
+    assert ours == {"as_generated", "unmoved", "length_quartile", "position_offset", "old_values", "returns"}
     assert set(EARLIER.values()) <= {FIELDS[name] for name in ours}
 
 

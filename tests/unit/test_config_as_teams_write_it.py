@@ -33,8 +33,9 @@ FLAT: dict[str, Any] = {
     "reward_weights": [1.0, 0.5],
 }
 OURS: dict[str, Any] = {
-    "objective": {"name": "dr_grpo", "epsilon": 0.1, "epsilon_high": 0.3},
-    "advantage": {"name": "group_zscore", "epsilon": 1e-6},
+    "objective": {"name": "ppo", "epsilon": 0.1, "epsilon_high": 0.3},
+    "advantage": {"name": "gae", "lam": 0.9},
+    "value": {"vf_coef": 0.2, "learning_rate": 1e-4, "warmup_steps": 3},
     "kl": {"estimator": "k2", "placement": "loss", "coefficient": 0.1},
     "rollout": {"thinking_budget": 32, "budget_text": " So:</think>"},
     "reward_schedules": {"accuracy_reward": {"kind": "warmup", "start": 10, "value": 0.5}},

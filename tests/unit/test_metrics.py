@@ -139,7 +139,7 @@ def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
     for ratio in ("token", "sequence"):
         objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"], ratio)
         trainer: Any = SimpleNamespace(
-            algorithm=SimpleNamespace(objective=objective), _metrics={}, recorder=SimpleNamespace(books={})
+            algorithm=SimpleNamespace(objective=objective, value=None), _metrics={}, recorder=SimpleNamespace(books={})
         )
         moved = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0, 0.0]])
         mask = torch.arange(5) < torch.tensor([[3], [5]])
@@ -183,7 +183,7 @@ def test_sampler_metrics_by_hand() -> None:
     weights = torch.tensor([[1.5, 1.0, 1.0], [1.0, 3.0, 7.0]])
     objective = Objective("x", Clipped(0.2), AGGREGATIONS["token_mean"])
     trainer: Any = SimpleNamespace(
-        algorithm=SimpleNamespace(objective=objective),
+        algorithm=SimpleNamespace(objective=objective, value=None),
         correction=SamplerCorrection("token_truncate", None, 3.0),
     )
     carried = Carried({})

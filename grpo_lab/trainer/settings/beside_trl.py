@@ -31,8 +31,8 @@ NOT_HONOURED: tuple[str, ...] = (
 )
 
 
-#: advantage rules that TRL does not have → its ``scale_rewards``, as far as that goes: no standard deviation divides
-UNSCALED: dict[str, str] = dict.fromkeys(("raw", "leave_one_out", "group_max"), "none")
+#: advantage rule → TRL's ``scale_rewards``, as far as that goes: what divides. Of a rule that is not here TRL's scaling is not in force: "none"
+SCALING: dict[str, str] = {**TRL_SCALING, "process": "group"}
 
 
 def refuse_contradictions(args: Any, settings: LabSettings) -> None:
@@ -57,7 +57,7 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
     _same(
         args,
         "scale_rewards",
-        TRL_SCALING.get(rule, UNSCALED.get(rule)) if isinstance(rule, str) else None,
+        _scaling(rule),
         "advantage",
         rule,
     )
@@ -71,15 +71,14 @@ def refuse_contradictions(args: Any, settings: LabSettings) -> None:
 
 def agree_on_advantages(args: Any, rule: Any) -> None:
     """``advantage`` without ``objective``: a rule of ours makes the advantages, so TRL's two settings for them say the same or nothing."""
-    scaling = TRL_SCALING.get(rule) if isinstance(rule, str) else None
+    scaling = _scaling(rule)
     _same(args, "scale_rewards", scaling, "advantage", rule)
     name = "multi_objective_aggregation"
     if getattr(args, name) != _default(args, name):
         raise ValueError(
             f"`{name}`={getattr(args, name)!r} acts in TRL's own advantages, and `advantage`={rule!r} makes them: leave one out"
         )
-    if scaling is not None:
-        args.scale_rewards = scaling
+    args.scale_rewards = scaling
 
 
 def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
@@ -112,8 +111,7 @@ def agree_with_trl(args: Any, settings: LabSettings) -> None:
     if row.plain_k3 and settings.kl is None:
         args.use_bias_correction_kl = False
     rule = _rule(settings)
-    if isinstance(rule, str) and rule in {**TRL_SCALING, **UNSCALED}:
-        args.scale_rewards = {**TRL_SCALING, **UNSCALED}[rule]
+    args.scale_rewards = _scaling(rule)
     for name in CLIP:
         if chosen.knobs.get(name) is not None:
             setattr(args, name, chosen.knobs[name])
@@ -132,6 +130,10 @@ def _rule(settings: LabSettings) -> Any:
     assert chosen is not None
     beside = chosen.advantage or preset(chosen.name or "grpo").advantage
     return advantage_choice(settings.advantage, beside)[0]
+
+
+def _scaling(rule: Any) -> str:
+    return SCALING.get(rule, "none") if isinstance(rule, str) else "none"
 
 
 def _default(args: Any, name: str) -> Any:
