@@ -139,8 +139,8 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("`generation_batch_size` is 18", "4 × 1 = 4", "= 6", "12 or 24"),
     ),
     "both batch settings": (
-        {"generation_batch_size": 16, "steps_per_generation": 2},
-        ("`generation_batch_size`=16", "`steps_per_generation`=2", "leave one out"),
+        {"generation_batch_size": 32, "steps_per_generation": 2},  # 16 would agree
+        ("`generation_batch_size`=32", "`steps_per_generation`=2", "leave one out"),
     ),
     "eval batch does not divide": (
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "num_generations_eval": 4},

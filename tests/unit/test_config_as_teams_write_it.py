@@ -152,6 +152,17 @@ def test_the_example_sets_every_mapping(first: LabConfig) -> None:
     assert all(getattr(settings, name) != getattr(default, name) for name in LabSettings.__dataclass_fields__)
 
 
+def test_replace_takes_one_setting(first: LabConfig) -> None:
+    """TRL's own configuration refuses this: both of the sizes that follow from each other are handed on."""
+    changed = dataclasses.replace(first, learning_rate=3e-6)
+    assert changed.learning_rate == 3e-6
+    assert changed.lab_settings == first.lab_settings
+    assert changed.generation_batch_size == first.generation_batch_size
+    assert ()
+    with pytest.raises(ValueError, match=r"both set; .* \(`dataclasses.replace`: set it to None\)"):
+        dataclasses.replace(first, steps_per_generation=first.steps_per_generation * 2)
+
+
 def test_a_deep_copy_shares_nothing(first: LabConfig) -> None:
     other = copy.deepcopy(first)
     other.kl["coefficient"] = 0.9

@@ -23,6 +23,12 @@ def check_batch_sizes(args: Any) -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"`{name}` is {getattr(args, name)}; it must be ≥ 1")
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.steps_per_generation is not None and args.generation_batch_size == (
+        args.per_device_train_batch_size * world * args.steps_per_generation
+    ):
+        args.generation_batch_size = (
+            None  # TRL derives it again, and refuses both also where they agree (``dataclasses.replace``)
+        )
     if args.generation_batch_size is not None:
         _check_given(args.generation_batch_size, args.per_device_train_batch_size * world, group, args, world)
     else:
@@ -34,7 +40,7 @@ def _check_given(batch: int, micro: int, group: int, args: Any, world: int) -> N
     if args.steps_per_generation is not None:
         raise ValueError(
             f"`generation_batch_size`={batch} and `steps_per_generation`={args.steps_per_generation} are both set; one "
-            "follows from the other: leave one out"
+            "follows from the other: leave one out (`dataclasses.replace`: set it to None)"
         )
     if batch % micro or batch % group:
         unit = math.lcm(micro, group)
