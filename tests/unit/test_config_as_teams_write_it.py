@@ -158,7 +158,6 @@ def test_replace_takes_one_setting(first: LabConfig) -> None:
     assert changed.learning_rate == 3e-6
     assert changed.lab_settings == first.lab_settings
     assert changed.generation_batch_size == first.generation_batch_size
-    assert ()
     with pytest.raises(ValueError, match=r"both set; .* \(`dataclasses.replace`: set it to None\)"):
         dataclasses.replace(first, steps_per_generation=first.steps_per_generation * 2)
 
