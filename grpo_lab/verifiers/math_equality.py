@@ -1,8 +1,8 @@
-"""Are two answers equal? Text by its letters, plain numbers by arithmetic, everything else by math-verify in a worker.
+"""Are two answers equal? Text by its letters, numbers by arithmetic, everything else by math-verify in a worker.
 
 canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
                                     text     -> same letters and digits?
-                                    number   -> `plain_numbers`, where that is certain
+                                    number   -> `exact_numbers`, where that is certain (fractions, roots and pi too)
                                     math     -> math-verify, once it accepts the gold as an answer to itself
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
-from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.exact_numbers import compare_numbers
+from grpo_lab.verifiers.plain_numbers import is_plain_number
 from grpo_lab.verifiers.pool import Limits, Outcome, WorkerPool
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
@@ -79,7 +80,7 @@ class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
     Args:
-        fast_path: compare plain numbers without a worker where the verdict is certain. Changes speed, never a verdict.
+        fast_path: compare numbers, fractions, roots and multiples of pi without a worker where the verdict is certain. Changes speed, never a verdict.
         limits: time per comparison and memory per worker process.
         workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
         max_chars: longer answers are refused unread (`unparseable_answer`), longer golds are unusable.
@@ -111,7 +112,8 @@ class MathVerifier:
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
         """One verdict per (gold, answer), in order."""
-        keys = [self._read(gold, answer) for gold, answer in pairs]
+        read = {pair: self._read(*pair) for pair in dict.fromkeys(pairs)}
+        keys = [read[pair] for pair in pairs]
         decided = {key: self._decide_here(*key) for key in dict.fromkeys(keys)}
         jobs = [key for key, verdict in decided.items() if verdict is None]
         outcomes = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in jobs])
@@ -152,10 +154,9 @@ class MathVerifier:
             return MathVerdict(Verdict.EQUAL if _same_text(gold, answer) else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):
             return MathVerdict(Verdict.NOT_EQUAL, MANY)
-        if self.fast_path and kind is GoldKind.NUMBER:
-            same = compare_plain_numbers(gold, answer)
-            if same is not None:
-                return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "plain numbers")
+        same = compare_numbers(gold, answer) if self.fast_path else None
+        if same is not None:
+            return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "exact numbers")
         return self._known.get((gold, answer))
 
     def _remember(self, key: tuple[str, str], verdict: MathVerdict) -> None:
