@@ -150,6 +150,12 @@ class AccuracyReward:
         rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
         return GoldReport(total=len(golds), unusable=rejected)
 
+    def warm_up(self, solution: Sequence[Any]) -> None:
+        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` calls it with the
+        first rows before it loads a model, so that the first batch does not wait."""
+        golds = _once(gold_answer, solution)
+        self._verifier.warm_up([gold for gold in golds if gold])
+
     def close(self) -> None:
         """End the worker processes now (they also end with this object and at exit)."""
         self._verifier.close()

@@ -110,6 +110,12 @@ class MathVerifier:
         """End the worker processes (they also end with this object)."""
         self.pool.close()
 
+    def warm_up(self, golds: Sequence[str]) -> None:
+        """Starts math-verify's imports beside this process, where one of these golds may need it: most numbers never do."""
+        spelled = (self._spelled(gold) for gold in golds)
+        if any(kind_of_gold(gold) is GoldKind.MATH and compare_numbers(gold, gold) is None for gold in spelled):
+            self.pool.warm_up()
+
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
         """One verdict per (gold, answer), in order."""
         read = {pair: self._read(*pair) for pair in dict.fromkeys(pairs)}

@@ -159,6 +159,75 @@ def test_no_process_outlives_the_program(ending: str) -> None:
     assert not any(map(alive, pids))
 
 
+KILLED_AT_WORK = """
+import os, sys, threading, time
+from grpo_lab.verifiers import Limits, WorkerPool
+pool = WorkerPool("builtins:eval", limits=Limits(cpu_seconds=60, wall_seconds=60), size=2)
+pool.run(["1", "2"])
+if os.fork() == 0:  # what a data loader does: it holds a copy of every socket of ours
+    time.sleep(8)
+    os._exit(0)
+print(*pool.pids, pool.nursery_pid, flush=True)
+threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()
+pool.run(["9**9**9**9", "__import__('time').sleep(60)"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_workers_in_the_middle_of_a_job_die_with_a_killed_program() -> None:
+    """One is deep in C code, one asleep, and a fork of the program keeps its sockets open."""
+    running = subprocess.Popen([sys.executable, "-c", KILLED_AT_WORK], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    pids = [int(pid) for pid in running.stdout.readline().split()]
+    assert len(pids) == 3
+    assert running.wait(30) == -signal.SIGKILL
+    deadline = time.monotonic() + 4.0  # the limits of the jobs are 60 s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+    running.stdout.close()
+
+
+def test_a_killed_nursery_costs_no_job(pool: WorkerPool) -> None:
+    pool.run(["1"])
+    nursery = pool.nursery_pid
+    assert nursery is not None
+    killer = threading.Timer(0.3, os.kill, (nursery, signal.SIGKILL))
+    killer.start()
+    outcomes = pool.run(["__import__('time').sleep(1) or 5", "6"])
+    killer.join()
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
+    assert pool.nursery_pid != nursery
+    assert [outcome.value for outcome in pool.run(["7"])] == [7]
+
+
+def test_a_killed_worker_is_replaced_by_a_fork_not_by_new_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven workers, one import of the handler: it writes a line for each."""
+    log = tmp_path / "imports"
+    (tmp_path / "handler_that_counts.py").write_text(f"open({str(log)!r}, 'a').write('x')\nevaluated = eval\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = WorkerPool("handler_that_counts:evaluated", size=1)
+    statuses = [outcome.status for outcome in pool.run([SEGFAULT] * 6 + ["1"])]
+    assert statuses == ["crash"] * 6 + ["ok"]
+    assert pool.replaced == 6
+    assert log.read_text() == "x"
+    pool.close()
+
+
+def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: WorkerPool) -> None:
+    pool.warm_up()
+    nursery = pool.nursery_pid
+    assert nursery is not None and alive(nursery)
+    assert pool.pids == []
+    pool.warm_up()
+    assert [outcome.value for outcome in pool.run(["1"])] == [1]
+    assert pool.nursery_pid == nursery
+    pool.close()
+    assert not alive(nursery)
+
+
 def test_workers_see_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert pool.run(["dict(__import__('os').environ).get('HF_TOKEN')"])[0].value is None
