@@ -219,7 +219,8 @@ def test_a_killed_worker_is_replaced_by_a_fork_not_by_new_imports(
 def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: WorkerPool) -> None:
     pool.warm_up()
     nursery = pool.nursery_pid
-    assert nursery is not None and alive(nursery)
+    assert nursery is not None
+    assert alive(nursery)
     assert pool.pids == []
     pool.warm_up()
     assert [outcome.value for outcome in pool.run(["1"])] == [1]
