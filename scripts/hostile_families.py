@@ -25,11 +25,6 @@ _WRAPPINGS = (
 )
 
 
-def _nested(rng: Random, opening: str, inside: str, closing: str, most: int) -> str:
-    depth = rng.randint(1, most)
-    return opening * depth + inside + closing * depth
-
-
 def nested_powers(rng: Random) -> str:
     base, depth = rng.randint(2, 99), rng.randint(2, 6)
     braced = f"{base}^{{" * depth + str(base) + "}" * depth
@@ -91,8 +86,6 @@ def nested(rng: Random) -> str:
             ("\\sqrt{", "2", "}"),
             ("\\frac{1}{", "2", "}"),
             ("(", "1", ")"),
-            ("-(", "1", ")"),
-            ("{", "1", "}"),
             ("\\boxed{", "5", "}"),
             ("\\text{", "a", "}"),
             ("\\left[", "1,2", "\\right]"),
@@ -100,7 +93,8 @@ def nested(rng: Random) -> str:
             ("~(p & ", "q", ")"),
         ]
     )
-    return _nested(rng, opening, inside, closing, rng.choice([30, 300, 5000]))
+    depth = rng.randint(1, rng.choice([30, 300, 5000]))
+    return opening * depth + inside + closing * depth
 
 
 def long_texts(rng: Random) -> str:

@@ -2,7 +2,8 @@
 
     python scripts/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
 
-Watched: no exception, no verdict later than its limit and a second (rewards without worker processes: a second a text), memory, the
+Watched: no exception, no verdict later than its limit and a second (rewards that judge in this process: a
+second of processor time and a second), memory, the
 pool alive at the end and right about an honest answer, nothing run (a canary file). Of TRL the first ``--trl`` texts of every
 family, one by one in a thread as a trainer may have it, ten seconds each before it counts as hung. Ends with code 1 if a promise of
 ours is broken. ``CodeReward`` runs programs by purpose and has attacks of its own (``tests/unit/code_attacks.py``): here its reading
@@ -14,9 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hostile_families import CANARY, hostile
+from hostile_families import CANARY, FAMILIES, hostile
+from hostile_trl import through_trl
 
 from grpo_lab.rewards import (
     AccuracyReward,
@@ -46,7 +46,10 @@ from grpo_lab.rewards.protocol import Group
 from grpo_lab.rewards.steps import by_line, by_paragraph
 
 LATE_SECONDS = 1.0
-CPU_SECONDS, WALL_FACTOR = 0.25, 6  # a comparison's limits here; by default they are 5 s and 30 s
+TEXT_SECONDS = (
+    1.0  # the limit of a reward that judges in this process, of processor time: it has no other than to be linear
+)
+CPU_SECONDS = 0.2  # a comparison's limit here, and six times that on the clock; by default 5 s and 30 s
 GOLDS = ["18", "$\\frac{1}{2}$", "$x^2+1$", "$\\text{Evelyn}$", "$\\{1,2\\}$", "$\\sqrt{2}$", "$(0,1)$", "-3.5"]
 _REAL = {
     "gsm8k/gsm8k_model_outputs": "output_text", "math/math_model_outputs": "output_text", "math/math_model_outputs_base_runon": "output_text",
@@ -73,12 +76,12 @@ class Seen:
     total: float = 0.0
     broken: list[str] = field(default_factory=list)
 
-    def add(self, family: str, seconds: float, texts: int = 1, limit: float = LATE_SECONDS) -> None:
+    def add(self, family: str, seconds: float, texts: int = 1, limit: float = TEXT_SECONDS) -> None:
         self.texts += texts
         self.total += seconds
         if seconds > self.slowest:
             self.slowest, self.slowest_family = seconds, family
-        if seconds > limit:
+        if seconds > limit + LATE_SECONDS:
             self.broken.append(f"{family}: {seconds:.2f} s for one text")
 
 
@@ -117,11 +120,14 @@ class Pools:
     def __init__(self, seen: dict[str, Seen]) -> None:
         self.seen = seen
         self.rewards = {
-            "AccuracyReward strict": AccuracyReward(timeout_s=CPU_SECONDS),
-            "AccuracyReward lenient": AccuracyReward("lenient", timeout_s=CPU_SECONDS),
-            "BoxedReward": BoxedReward(timeout_s=CPU_SECONDS),
+            "AccuracyReward strict": AccuracyReward(timeout_s=CPU_SECONDS, workers=2),
+            "AccuracyReward lenient": AccuracyReward("lenient", timeout_s=CPU_SECONDS, workers=2),
+            "BoxedReward": BoxedReward(timeout_s=CPU_SECONDS, workers=2),
         }
         self.ends: Counter[str] = Counter()
+        self.known: dict[
+            tuple[str, str], Any
+        ] = {}  # of this batch: the second and third reward ask what the first asked
         for name, reward in self.rewards.items():
             self._listen(name, reward)
 
@@ -130,23 +136,26 @@ class Pools:
         run = pool.run
 
         def heard(payloads: Any) -> Any:
-            outcomes = run(payloads)
-            for payload, outcome in zip(payloads, outcomes, strict=True):
-                limit = pool.limits.wall_seconds + LATE_SECONDS
+            keys = [(payload["gold"], payload["answer"]) for payload in payloads]
+            new = [payload for payload, key in zip(payloads, keys, strict=True) if key not in self.known]
+            for payload, outcome in zip(new, run(new), strict=True):
+                limit = pool.limits.wall_seconds
                 self.seen[f"{name}, a worker"].add(repr(payload)[:60], outcome.seconds, limit=limit)
                 self.ends[outcome.status] += 1
-            return outcomes
+                self.known[payload["gold"], payload["answer"]] = outcome
+            return [self.known[key] for key in keys]
 
         pool.run = heard  # type: ignore[method-assign]
 
     def judge(self, batch: list[tuple[str, str]], at: int) -> None:
         texts = [text for _, text in batch]
         golds = [GOLDS[(at + i) % len(GOLDS)] for i in range(len(batch))]
+        self.known.clear()
         for name, reward in self.rewards.items():
             for family, text in batch:
-                begun = time.perf_counter()
+                begun = time.process_time()
                 reward.read(text)
-                self.seen[f"{name}, reading"].add(family, time.perf_counter() - begun)
+                self.seen[f"{name}, reading"].add(family, time.process_time() - begun)
             begun = time.perf_counter()
             values = reward(completions=texts, solution=golds)
             seconds = time.perf_counter() - begun
@@ -199,9 +208,9 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
         if family:
             batch.append((family, text))
             for name, judge in singles.items():
-                begun = time.perf_counter()
+                begun = time.process_time()
                 judge(text)
-                seen[name].add(family, time.perf_counter() - begun)
+                seen[name].add(family, time.process_time() - begun)
         if batch and (len(batch) == size or not family):
             pools.judge(batch, done)
             done, batch = done + len(batch), []
@@ -216,62 +225,6 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
     print(f"memory after the first batch {before >> 20} MiB, most {most >> 20} MiB; largest worker {worker >> 20} MiB")
     pools.close()
     return dict(seen), broken
-
-
-def _trl_thread() -> None:
-    """In a process of its own: texts from stdin, one by one, judged in a thread; a line for each."""
-    from trl.rewards import accuracy_reward
-
-    def work() -> None:
-        for line in sys.stdin:
-            row = json.loads(line)
-            try:
-                said = str(accuracy_reward([[{"role": "assistant", "content": row["text"]}]], [row["gold"]])[0])
-            except BaseException as error:  # what a trainer would have died of
-                said = f"raised {type(error).__name__}"
-            print(json.dumps(said), flush=True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def through_trl(texts: list[tuple[str, str]], patience: float = 10.0) -> dict[str, Counter[str]]:
-    """Family -> how TRL's reward ended on its texts."""
-    import select
-
-    ends: dict[str, Counter[str]] = defaultdict(Counter)
-    process: subprocess.Popen[str] | None = None
-    for i, (family, text) in enumerate(texts):
-        if process is None or process.poll() is not None:
-            limited = ["bash", "-c", 'ulimit -v 8388608; exec "$0" "$@"', sys.executable, __file__, "--trl-thread"]
-            process = subprocess.Popen(
-                limited, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            _ask(process, {"text": "\\boxed{1}", "gold": "1"})
-            assert process.stdout is not None
-            process.stdout.readline()  # its imports
-        _ask(process, {"text": text, "gold": GOLDS[i % len(GOLDS)]})
-        if select.select([process.stdout], [], [], patience)[0]:
-            line = process.stdout.readline() if process.stdout else ""
-            ends[family][json.loads(line) if line else "died"] += 1
-        else:
-            ends[family][f"hung (> {patience:g} s)"] += 1
-            process.kill()
-            process.wait()
-    if process is not None:
-        process.kill()
-        process.wait()
-    return ends
-
-
-def _ask(process: subprocess.Popen[str], row: dict[str, str]) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(row) + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return
 
 
 def table(seen: dict[str, Seen]) -> str:
@@ -289,20 +242,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl", type=int, default=4)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--trl-thread", action="store_true")
     arguments = parser.parse_args()
-    if arguments.trl_thread:
-        _trl_thread()
-        return 0
     reals = real(arguments.data) if arguments.data.exists() else iter(())
     seen, broken = through_ours([*hostile(arguments.count, arguments.seed), *reals])
     print(table(seen))
     broken += [f"{name}: {what}" for name, one in seen.items() for what in one.broken]
     print("\n".join(["broken:", *broken[:40]] if broken else ["nothing broken"]), flush=True)
     if arguments.trl:
-        sample = list(hostile(21 * arguments.trl, arguments.seed))
+        sample = list(hostile(len(FAMILIES) * arguments.trl, arguments.seed))
         print("\nTRL's accuracy_reward, in a thread:")
-        for family, ends in through_trl(sample).items():
+        for family, ends in through_trl(sample, GOLDS).items():
             print(f"| {family} | {dict(ends)} |", flush=True)
     return 1 if broken else 0
 
