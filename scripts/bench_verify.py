@@ -9,6 +9,7 @@ Golds stand between dollars, for TRL reads no bare LaTeX.
 
 What is in the clock: the calls. Before it: imports, the reward's construction, and for TRL one call on another row, which builds
 math-verify's tables; ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it while a model loads (``warm``).
+Nearly all real answers are decided without a worker; in ``math, workers only`` that path is off, so that worker processes judge them all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _FILES = {
     "gsm8k": "gsm8k/gsm8k_model_outputs.jsonl",
     "gsm8k, 8 each": "gsm8k/gsm8k_model_outputs.jsonl",
     "math": "math/math_model_outputs.jsonl",
+    "math, workers only": "math/math_model_outputs.jsonl",
+    "math, run on": "math/math_model_outputs_base_runon.jsonl",
 }
 _SIDES = ("trl", "cold", "warm")
 _WARM_SECONDS = 3.0  # a model takes longer to load
@@ -59,12 +62,12 @@ def trl_side() -> Callable[[Rows], list[float | None]]:
     return call
 
 
-def our_side(rows: Rows, warm: bool) -> Callable[[Rows], list[float | None]]:
+def our_side(rows: Rows, warm: bool, fast_path: bool) -> Callable[[Rows], list[float | None]]:
     from grpo_lab.rewards import AccuracyReward
 
-    reward = AccuracyReward()
+    reward = AccuracyReward(fast_path=fast_path)
     if warm:
-        reward.warm_up([gold for _, gold in rows])
+        reward.warm_up(["$x^2+1$"])
         time.sleep(_WARM_SECONDS)
 
     def call(some: Rows) -> list[float | None]:
@@ -77,7 +80,7 @@ def our_side(rows: Rows, warm: bool) -> Callable[[Rows], list[float | None]]:
 def one_side(side: str, name: str, data: Path, size: int) -> dict[str, Any]:
     """Seconds of the first call and of all, and the verdicts, in this process."""
     rows = rows_of(name, data)
-    call = trl_side() if side == "trl" else our_side(rows, side == "warm")
+    call = trl_side() if side == "trl" else our_side(rows, side == "warm", "workers only" not in name)
     seconds, verdicts = [], []
     for start in range(0, len(rows), size):
         begun = time.perf_counter()
