@@ -229,6 +229,19 @@ def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: 
     assert not alive(nursery)
 
 
+def test_started_in_a_thread_that_ends_the_workers_stay(pool: WorkerPool) -> None:
+    """A signal at the parent's death would come at the end of the thread that started them: TRL may call from any."""
+    thread = threading.Thread(target=pool.run, args=(["1", "2"],))
+    thread.start()
+    thread.join()
+    pids = pool.pids
+    time.sleep(0.7)  # longer than the nursery looks away
+    assert len(pids) == 2
+    assert all(map(alive, pids))
+    assert [outcome.value for outcome in pool.run(["3", "4"])] == [3, 4]
+    assert pool.pids == pids
+
+
 def test_workers_see_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert pool.run(["dict(__import__('os').environ).get('HF_TOKEN')"])[0].value is None
