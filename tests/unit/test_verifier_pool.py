@@ -15,6 +15,7 @@ import pytest
 
 from grpo_lab.verifiers import Limits, VerifierError, WorkerPool
 
+NAP = "__import__('time').sleep(0.5)"  # long enough for another worker to be there for the next job
 SLEEP = "__import__('time').sleep(60)"
 SEGFAULT = "__import__('os').kill(__import__('os').getpid(), 11)"
 HOG = "len([0] * 10**10)"  # 80 GB of pointers
@@ -93,7 +94,7 @@ def test_a_worker_killed_while_idle_costs_no_job(pool: WorkerPool) -> None:
 
 
 def test_close_reaps_every_process(pool: WorkerPool) -> None:
-    pool.run(["1", "2"])
+    pool.run([NAP, NAP])
     pids = pool.pids
     pool.close()
     assert not any(map(alive, pids))
@@ -139,7 +140,7 @@ SCRIPT = """
 import sys
 from grpo_lab.verifiers import Limits, WorkerPool
 pool = WorkerPool("builtins:eval", limits=Limits(wall_seconds=60), size=2)
-pool.run(["1", "2"])
+pool.run(["__import__('time').sleep(0.5)"] * 2)
 print(*pool.pids, flush=True)
 {ending}
 """
@@ -163,7 +164,7 @@ KILLED_AT_WORK = """
 import os, sys, threading, time
 from grpo_lab.verifiers import Limits, WorkerPool
 pool = WorkerPool("builtins:eval", limits=Limits(cpu_seconds=60, wall_seconds=60), size=2)
-pool.run(["1", "2"])
+pool.run(["__import__('time').sleep(0.5)"] * 2)
 if os.fork() == 0:  # what a data loader does: it holds a copy of every socket of ours
     time.sleep(8)
     os._exit(0)
@@ -231,7 +232,7 @@ def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: 
 
 def test_started_in_a_thread_that_ends_the_workers_stay(pool: WorkerPool) -> None:
     """A signal at the parent's death would come at the end of the thread that started them: TRL may call from any."""
-    thread = threading.Thread(target=pool.run, args=(["1", "2"],))
+    thread = threading.Thread(target=pool.run, args=([NAP, NAP],))
     thread.start()
     thread.join()
     pids = pool.pids
