@@ -26,6 +26,14 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def at_work(pid: int) -> bool:
+    """Running; not what is dead and waits for init to reap it, which is init's to do."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def pool():
     with_limits = WorkerPool("builtins:eval", limits=Limits(cpu_seconds=1.0, wall_seconds=4.0), size=2)
@@ -183,15 +191,15 @@ def test_workers_in_the_middle_of_a_job_die_with_a_killed_program() -> None:
     assert len(pids) == 3
     assert running.wait(30) == -signal.SIGKILL
     deadline = time.monotonic() + 4.0  # the limits of the jobs are 60 s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while any(map(at_work, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, pids))
+    assert not any(map(at_work, pids))
     running.stdout.close()
 
 
 def test_a_killed_nursery_costs_no_job(pool: WorkerPool) -> None:
     pool.run(["1"])
-    nursery = pool.nursery_pid
+    nursery, workers = pool.nursery_pid, pool.pids
     assert nursery is not None
     killer = threading.Timer(0.3, os.kill, (nursery, signal.SIGKILL))
     killer.start()
@@ -199,7 +207,17 @@ def test_a_killed_nursery_costs_no_job(pool: WorkerPool) -> None:
     killer.join()
     assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
     assert pool.nursery_pid != nursery
+    assert not any(map(at_work, workers))
     assert [outcome.value for outcome in pool.run(["7"])] == [7]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_worker_holds_no_socket_but_its_own(pool: WorkerPool) -> None:
+    """Not the nursery's, nor another worker's: it could speak for it."""
+    links = "[os.readlink(f'/proc/self/fd/{n}') for os in [__import__('os')] for n in range(64) if os.path.exists(f'/proc/self/fd/{n}')]"
+    pool.run([NAP, NAP])
+    for outcome in pool.run([links] * 4):
+        assert sum(link.startswith("socket:") for link in outcome.value) == 1, outcome.value
 
 
 def test_a_killed_worker_is_replaced_by_a_fork_not_by_new_imports(
