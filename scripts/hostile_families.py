@@ -14,15 +14,9 @@ CANARY = "/tmp/grpo_lab_hostile_canary"
 """Written by any text that somebody runs as a program."""
 
 _WRAPPINGS = (
-    "\\boxed{{{}}}",
-    "The answer is \\boxed{{{}}}.",
-    "#### {}",
-    "<answer>{}</answer>",
-    "<think>hm</think>\n<answer>${}$</answer>",
-    "The answer is ${}$.",
-    "A: {}",
-    "{}",
-)
+    "\\boxed{{{}}}", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>", "<think>hm</think>\n<answer>${}$</answer>",
+    "The answer is ${}$.", "A: {}", "{}",
+)  # fmt: skip
 
 
 def nested_powers(rng: Random) -> str:
