@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts gpu-check clean
+.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts bench-verify gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,13 +75,16 @@ docs-serve: $(VENV)/.docs  ## the site at http://127.0.0.1:8001, built anew at e
 test-versions: setup  ## fresh environments with the oldest, newest and mixed releases: docs/compatibility.md
 	$(BIN)/python scripts/test_versions.py
 
-bench: bench-update bench-rollouts  ## all benchmarks
+bench: bench-update bench-rollouts bench-verify  ## all benchmarks
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 	$(BIN)/python scripts/bench_update.py
 
 bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G requests
 	$(BIN)/python scripts/bench_rollouts.py
+
+bench-verify: setup  ## verification against TRL's accuracy_reward on real model outputs (needs ../shared/data)
+	$(BIN)/python scripts/bench_verify.py
 
 gpu-check: setup  ## one GPU, 10 minutes: parity, update, engine, whole step -> runs/gpu_check.{json,md} (TINY=1: small, also on a CPU)
 	$(BIN)/python scripts/gpu_check.py $(if $(TINY),--tiny)

@@ -3,7 +3,7 @@
 Idea: a reward that can only be earned by the answer. Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy
 rewards); equality by math-verify. How we differ from TRL's `accuracy_reward`: the answer is read from its marker (and
 from the model's *own* answer where a base model runs on), not searched for by math-verify; comparison happens in
-processes that can be killed; a plain number never needs them. See docs/algorithms/accuracy_reward.md.
+processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.extraction import Answer, extract_answer
 from grpo_lab.rewards.gold import gold_answer
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
 
+T = TypeVar("T")
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
 _NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
 
@@ -61,7 +62,7 @@ class AccuracyReward:
 
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
-        fast_path: compare plain numbers without a worker process. Never changes a verdict.
+        fast_path: compare numbers, fractions, roots and multiples of pi without a worker process. Never changes a verdict.
         timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
             killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
         memory_bytes: memory limit of a worker.
@@ -121,8 +122,8 @@ class AccuracyReward:
             raise ValueError(
                 f"got {len(completions)} completions and {len(solutions)} solutions; they must be one to one"
             )
-        golds = [gold_answer(solution) for solution in solutions]
-        answers = [self.read(completion_text(completion)) for completion in completions]
+        golds = _once(gold_answer, solutions)
+        answers = _once(self.read, [completion_text(completion) for completion in completions])
         # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
         pairs = [
             (gold, gold if answer is None else answer.text) for gold, answer in zip(golds, answers, strict=True) if gold
@@ -149,9 +150,21 @@ class AccuracyReward:
         rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
         return GoldReport(total=len(golds), unusable=rejected)
 
+    def warm_up(self, solution: Sequence[Any]) -> None:
+        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` calls it with the
+        first rows before it loads a model, so that the first batch does not wait."""
+        golds = _once(gold_answer, solution)
+        self._verifier.warm_up([gold for gold in golds if gold])
+
     def close(self) -> None:
         """End the worker processes now (they also end with this object and at exit)."""
         self._verifier.close()
+
+
+def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
+    """`read` of each, called once for equal texts: a group shares its gold, and may repeat its completions."""
+    known: dict[str, T] = {text: read(text) for text in dict.fromkeys(t for t in texts if isinstance(t, str))}
+    return [known[text] if isinstance(text, str) else read(text) for text in texts]
 
 
 def _judgement(gold: str | None, answer: Answer | None, verdict: MathVerdict) -> Judgement:

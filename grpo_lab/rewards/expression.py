@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from grpo_lab.rewards.whole_number import whole_number
 from grpo_lab.verifiers.canonical import CURRENCY, prose_words
@@ -46,6 +47,7 @@ _COUNTED_IN_WORDS = re.compile(  # "two out of 5", "minus 5": the one figure is 
     r"(?:\s+[^\W\d_]+){0,2}?\s+(?:out of|of|in|and|or|to)(?:\s+(?:the|every))?\s+\W?\d|\b(?:minus|negative)\s+\W?\d",
     re.IGNORECASE,
 )
+_FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)  # 18, -3.5: an expression at sight
 _MARKDOWN = " \t\r\n*_`>"
 
 
@@ -92,6 +94,7 @@ def joined(parts: list[str]) -> str:
     return ", ".join(dict.fromkeys(part.strip() for part in parts))
 
 
+@lru_cache(maxsize=1024)
 def stated_expression(content: str) -> str | None:
     """The one expression that a short text states, None where it states none or leaves a choice.
 
@@ -99,6 +102,8 @@ def stated_expression(content: str) -> str | None:
     expression in it.
     """
     content = content.strip(_MARKDOWN).rstrip(".")
+    if _FIGURES.fullmatch(content):
+        return content
     return _whole_or_leading(content) or _after_last_verb(content) or _only(content)
 
 

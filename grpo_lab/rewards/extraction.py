@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
+from grpo_lab.rewards.boxes import closed_boxes
 from grpo_lab.rewards.expression import is_expression, joined, last_expression, stated_expression
 from grpo_lab.rewards.headings import is_heading
 from grpo_lab.rewards.run_on import next_turn_start, run_on_start
@@ -27,8 +28,6 @@ Mode = Literal["strict", "lenient"]
 Marker = Literal["answer_tag", "boxed", "hashes", "a_line", "phrase", "whole", "last_expression", "last_letter"]
 T = TypeVar("T")
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[-+]?\$?[\d.,/]*\d|\\[a-zA-Z]+[^$\n]{0,80}|[a-zA-Z]\b")
 _HASHES = re.compile(r"####[ \t]*")
 _A_LINE = re.compile(r"^[ \t>*_#-]{0,8}A[*_]{0,2}:[*_]{0,2}[ \t]*", re.MULTILINE)
 _PHRASE = re.compile(
@@ -65,15 +64,6 @@ class Answer:
     start: int
     end: int
     weak: bool = False
-
-
-class _Place(NamedTuple):
-    """A box: the whole command is `[start, end)`, what it holds `[inside, inside_end)`."""
-
-    start: int
-    end: int
-    inside: int
-    inside_end: int
 
 
 def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
@@ -202,37 +192,13 @@ def _read(content: str) -> str:
 
 
 def boxed_answers(text: str) -> list[Answer]:
-    """Outermost closed boxes, by one pass with a stack; a box that never closes is no answer."""
-    closed: list[_Place] = []
-    stack: list[tuple[int, int] | None] = []  # (start of the command, start of the inside); None: some other brace
-    pending: re.Match[str] | None = None
-    for token in _BOX_TOKEN.finditer(text):
-        mark = token[0]
-        head = pending if pending is not None and pending.end() == token.start() else None
-        pending = None
-        if mark.startswith((r"\boxed", r"\fbox")):
-            pending = token
-            bare = _BARE_BOX.match(text, token.end())
-            if bare:
-                _close_box(closed, _Place(token.start(), bare.end(), bare.start(), bare.end()))
-        elif mark == "{":
-            stack.append((head.start(), token.end()) if head is not None else None)
-        elif mark == "}" and stack:
-            opened = stack.pop()
-            if opened is not None:
-                _close_box(closed, _Place(opened[0], token.end(), opened[1], token.start()))
+    """Outermost closed boxes with something in them."""
     found = []
-    for box in _first_and_last(closed):
+    for box in _first_and_last(closed_boxes(text)):
         content = text[box.inside : box.inside_end]
         if any(map(str.isalnum, content)):
             found.append(Answer(_read(content), "boxed", box.start, box.end))
     return found
-
-
-def _close_box(closed: list[_Place], box: _Place) -> None:
-    while closed and closed[-1].start > box.start:
-        closed.pop()  # it lies inside this one
-    closed.append(box)
 
 
 def _hashes(text: str) -> list[Answer]:
@@ -253,7 +219,8 @@ def _a_lines(text: str) -> list[Answer]:
 
 def _phrases(text: str) -> list[Answer]:
     found = []
-    for head in _first_and_last(list(_PHRASE.finditer(text))):
+    begin = text.lower().find("ans") if text.isascii() else 0
+    for head in _first_and_last(list(_PHRASE.finditer(text, begin)) if begin >= 0 else []):
         start = head.end()
         for _ in range(3):
             start = _FILLER.match(text, start, start + _WINDOW).end()  # type: ignore[union-attr]  # it matches nothing too

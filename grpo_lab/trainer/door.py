@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import Dataset
+
+from grpo_lab.rewards import AccuracyReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.prompts.sampler import with_row_numbers
@@ -14,6 +17,8 @@ from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs
 from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
+
+_FIRST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,16 @@ def given(
     check_hooks(cls, algorithm, base)
     check_budget(algorithm.objective, args.max_completion_length)
     check_sampling_correction(args)
+    warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
     return Given(reward_funcs, args, rows, environment_factory, algorithm, settings, team)
+
+
+def warm_up(reward_funcs: Any, rows: Any) -> None:
+    """Lets the accuracy reward's worker import sympy while the model loads, if the first golds say that it will be needed."""
+    for reward in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
+        if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:
+            reward.warm_up(rows[:_FIRST_ROWS]["solution"])
 
 
 def overridden(cls: type, base: type) -> frozenset[str]:

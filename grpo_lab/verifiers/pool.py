@@ -17,11 +17,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_lab.verifiers.process import Limits, VerifierError, WorkerProcess
+from grpo_lab.verifiers.process import Limits, NurseryProcess, VerifierError, WorkerProcess
 
+_MOST_LOST = 8  # workers of one round whose end was nobody's fault
 __all__ = ["Limits", "Outcome", "VerifierError", "WorkerPool"]
 
 
@@ -41,12 +42,20 @@ def default_size() -> int:
     return min(4, max(1, cores // 2))
 
 
-def _close_all(workers: list[WorkerProcess], owner_pid: int) -> None:
-    """End the workers, unless this is a fork of the owner: they are not ours to end there."""
-    if os.getpid() == owner_pid:
-        for worker in workers:
-            worker.kill()
-    workers.clear()
+@dataclass
+class _Processes:
+    """What must not outlive the pool."""
+
+    workers: list[WorkerProcess] = field(default_factory=list)
+    nursery: NurseryProcess | None = None
+
+
+def _close_all(processes: _Processes, owner_pid: int) -> None:
+    """End the processes, unless this is a fork of the owner: they are not ours to end there."""
+    if os.getpid() == owner_pid and processes.nursery is not None:
+        processes.nursery.end(at_once=not any(worker.ready for worker in processes.workers))
+    processes.workers.clear()
+    processes.nursery = None
 
 
 class WorkerPool:
@@ -58,8 +67,9 @@ class WorkerPool:
         limits: processor time and wall clock per job, bytes per worker.
         size: number of processes; None: `default_size()`.
 
-    Workers start on first need. The object may be called from any thread (calls take turns), survives pickling and
-    forking (the copy starts processes of its own), and leaves no process behind at exit or garbage collection.
+    Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The object may
+    be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of its own), and
+    leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
     """
 
     def __init__(self, handler: str, *, limits: Limits | None = None, size: int | None = None) -> None:
@@ -75,8 +85,8 @@ class WorkerPool:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._workers: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._workers, self._pid)
+        self._processes = _Processes()
+        self._finalizer = weakref.finalize(self, _close_all, self._processes, self._pid)
         self.replaced = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,16 +99,40 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that are alive now."""
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self._processes.workers if worker.pid is not None]
+
+    @property
+    def nursery_pid(self) -> int | None:
+        """Process id of what forks the workers; None before it is started."""
+        nursery = self._processes.nursery
+        return None if nursery is None else nursery.pid
+
+    def warm_up(self) -> None:
+        """Starts the imports in a process beside this one and returns at once: the first job then finds them done."""
+        self._own()
+        if self._lock.acquire(blocking=False):  # else a round is at it
+            try:
+                self._nursery()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """End all workers. The pool may be used again afterwards."""
-        _close_all(self._workers, self._pid)
+        _close_all(self._processes, self._pid)
+
+    def _own(self) -> None:
+        if self._pid != os.getpid():
+            self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
+
+    def _nursery(self) -> NurseryProcess:
+        processes = self._processes
+        if processes.nursery is None or not processes.nursery.alive:
+            processes.nursery = NurseryProcess(self.handler, self.limits)
+        return processes.nursery
 
     def run(self, payloads: Sequence[Any]) -> list[Outcome]:
         """Runs every payload and returns outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
-        if self._pid != os.getpid():
-            self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
+        self._own()
         with self._lock:
             try:
                 return _Round(self, payloads).outcomes()
@@ -112,7 +146,8 @@ class _Round:
 
     def __init__(self, pool: WorkerPool, payloads: Sequence[Any]) -> None:
         self.pool = pool
-        self.workers = pool._workers
+        self.workers = pool._processes.workers
+        self.lost = 0
         self.payloads = payloads
         self.results: list[Outcome | None] = [None] * len(payloads)
         self.todo = deque(range(len(payloads)))
@@ -129,7 +164,7 @@ class _Round:
     def _hire(self) -> None:
         wanted = min(self.pool.size, len(self.todo) + len(self.job_of))
         while len(self.workers) < wanted:
-            self.workers.append(WorkerProcess(self.pool.handler, self.pool.limits))
+            self.workers.append(self.pool._nursery().fork())
 
     def _hand_out(self) -> None:
         for worker in list(self.workers):
@@ -163,7 +198,9 @@ class _Round:
         if "bug" in message:
             raise VerifierError(f"the verifier {self.pool.handler} raised:\n{message['bug']}")
         if "ready" in message:
-            worker.ready = True
+            worker.pid = message["ready"]
+        elif "lost" in message and self.lost < _MOST_LOST and (worker.ready or self.lost):
+            self._again(worker)
         elif not worker.ready:
             raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
         elif "ok" in message:
@@ -172,8 +209,15 @@ class _Round:
                 self._dismiss(worker)  # its caches have grown; the next, innocent job must not pay for them
         else:
             status: Literal["timeout", "crash"] = "timeout" if "timeout" in message else "crash"
-            self._finish(worker, status, None, message[status])
+            self._finish(worker, status, None, message.get(status) or message["lost"])
             self._dismiss(worker)
+
+    def _again(self, worker: WorkerProcess) -> None:
+        """Its end had nothing to do with its job (somebody killed the process that forks): another worker does that."""
+        self.lost += 1
+        if worker in self.job_of:
+            self.todo.appendleft(self.job_of.pop(worker))
+        self._dismiss(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
         if not worker.ready:

@@ -1,9 +1,11 @@
-"""One worker process seen from the trainer: start, send a job, receive a reply, kill."""
+"""Worker processes and the one that forks them, seen from the trainer: start, send a job, receive a reply, kill."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from grpo_lab.verifiers.worker import encode_frame, take_frame
 
 _BOOT = (
     "import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
-    "from grpo_lab.verifiers.worker import main; main(*spec['args'])"
+    "from grpo_lab.verifiers.nursery import main; main(*spec['args'])"
 )
 # What a worker sees of the environment. Tokens and keys of the training run are not among it; a fixed hash seed makes
 # sympy's orderings, and with them the verdicts, the same in every process.
@@ -30,6 +32,7 @@ _INHERITED = (
     "TMPDIR",
     "COVERAGE_PROCESS_START",
 )
+_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
 _FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -61,14 +64,16 @@ class Limits:
             )
 
 
-class WorkerProcess:
-    """A child that runs `worker.main`. `ready` becomes true once it has said hello; `deadline` is monotonic seconds."""
+class NurseryProcess:
+    """The child that imports the handler and forks the workers (`nursery.main`). Starting it takes milliseconds; its imports go on."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
-        self._limits = limits
-        self._channel, theirs = socket.socketpair()
+        self._handler, self._limits = handler, limits
+        self._control, theirs = socket.socketpair()
+        self._count, self._buffer = 0, bytearray()
         with theirs:
-            args = [theirs.fileno(), handler, limits.memory_bytes, limits.cpu_seconds, 2.0 * limits.wall_seconds + 10.0]
+            longest = 2.0 * limits.wall_seconds + 10.0
+            args = [theirs.fileno(), os.getpid(), handler, limits.memory_bytes, limits.cpu_seconds, longest]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps({"path": sys.path, "args": args})],
                 pass_fds=(theirs.fileno(),),
@@ -78,14 +83,72 @@ class WorkerProcess:
                 env={name: os.environ[name] for name in _INHERITED if name in os.environ} | _FIXED,
                 start_new_session=True,  # Ctrl-C in the trainer's terminal is the trainer's to handle
             )
-        self._buffer = bytearray()
-        self._since = time.monotonic()
-        self.ready = False
-        self.deadline = self._since + limits.startup_seconds
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self) -> WorkerProcess:
+        """A new worker, ready as soon as the imports are done. `VerifierError` where this process is no more."""
+        self._count += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [encode_frame({"fork": self._count})], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise VerifierError(
+                    f"the process that starts workers of {self._handler} has ended with code {self._process.poll()}"
+                ) from error
+        return WorkerProcess(self, self._count, ours, self._limits)
+
+    def kill(self, number: int) -> None:
+        """End that worker, its process group with it, and wait until they are gone."""
+        try:
+            self._control.settimeout(_ANSWER_SECONDS)
+            self._control.sendall(encode_frame({"kill": number}))
+            while (answer := take_frame(self._buffer)) is None or answer["gone"] != number:
+                chunk = self._control.recv(1 << 12)
+                if not chunk:
+                    return  # it has ended, and its workers with it
+                self._buffer += chunk
+        except OSError:
+            self.end(at_once=True)
+
+    def end(self, at_once: bool = False) -> None:
+        """End it and all workers, and reap it. `at_once`: do not wait for its imports."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(
+                socket.SHUT_RDWR
+            )  # `close` alone says nothing while a fork of the trainer has it too
+        self._control.close()
+        try:
+            if not at_once:
+                self._process.wait(_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class WorkerProcess:
+    """One worker. `ready` becomes true once it has said hello (`pid` is known then); `deadline` is monotonic seconds."""
+
+    def __init__(self, nursery: NurseryProcess, number: int, channel: socket.socket, limits: Limits) -> None:
+        self._nursery, self._number, self._channel, self._limits = nursery, number, channel, limits
+        self._buffer = bytearray()
+        self._since = time.monotonic()
+        self.pid: int | None = None
+        self.deadline = self._since + limits.startup_seconds
+
+    @property
+    def ready(self) -> bool:
+        return self.pid is not None
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -95,6 +158,8 @@ class WorkerProcess:
 
     def send(self, payload: Any) -> bool:
         """Hand over a job and start its clock; False when the process is no longer there to take it."""
+        if select.select([self], [], [], 0)[0]:
+            return False  # nobody has asked it anything, so this is how it ended
         self._since = time.monotonic()
         self.deadline = self._since + self._limits.wall_seconds
         self._channel.settimeout(self._limits.wall_seconds)
@@ -105,22 +170,22 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, or None while it is incomplete; a process that ended is a `crash` or `timeout`."""
+        """Call when readable. The reply, or None while it is incomplete; an end is a `crash` or `timeout`, or `lost`."""
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:
             chunk = b""
-        if not chunk:
-            return self._how_it_ended()
         self._buffer += chunk
         message = take_frame(self._buffer)
-        return None if message is None else dict(message)
+        if message is not None:
+            return self._how_it_ended(message["ended"]) if "ended" in message else dict(message)
+        if chunk:
+            return None
+        return (
+            {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with the process that started it"}
+        )
 
-    def _how_it_ended(self) -> dict[str, Any]:
-        try:
-            code = self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            return {"crash": "the process closed its connection"}
+    def _how_it_ended(self, code: int) -> dict[str, Any]:
         if code == -signal.SIGPROF:
             return {"timeout": f"used up {self._limits.cpu_seconds:g} s of processor time"}
         if code < 0:
@@ -128,8 +193,6 @@ class WorkerProcess:
         return {"crash": f"the process ended with exit code {code}"}
 
     def kill(self) -> None:
-        """End the process group now and reap it: no zombie stays."""
+        """End the process group now: no zombie stays."""
+        self._nursery.kill(self._number)
         self._channel.close()
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()

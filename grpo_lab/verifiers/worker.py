@@ -1,4 +1,4 @@
-"""The process on the other side of `pool.WorkerPool`: one job in, one reply out, under limits it cannot lift.
+"""The process on the other side of `pool.WorkerPool`, a fork of `nursery`: one job in, one reply out, under limits it cannot lift.
 
 Frames on the socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been talked into
 something by model text can say anything it likes and still only hands over plain data.
@@ -9,7 +9,7 @@ text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), 
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import os
 import resource
@@ -96,20 +96,11 @@ def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct
             return
 
 
-def main(fd: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Entry point of the child: import the handler, lower the limits, say so, serve until the socket closes."""
-    for deadly in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(deadly, signal.SIG_DFL)
-    channel = socket.socket(fileno=fd)
-    try:
-        module, function = handler_name.split(":")
-        handler: Handler = getattr(importlib.import_module(module), function)
-        limited = _limit_memory(memory_bytes)
-    except Exception:
-        channel.sendall(encode_frame({"bug": traceback.format_exc()}))
-        return
-    channel.sendall(encode_frame({"ready": os.getpid(), "memory_limited": limited}))
-    try:
+def be_worker(
+    channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float
+) -> None:
+    """What a fork does: lower its limits, say so, serve until the socket closes."""
+    limited = _limit_memory(memory_bytes)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
+        channel.sendall(encode_frame({"ready": os.getpid(), "memory_limited": limited}))
         _serve(channel, handler, cpu_s, self_destruct_s)
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the trainer went away between job and reply

@@ -230,8 +230,8 @@ def test_the_fast_path_changes_no_verdict_on_any_of_the_data(grpo_lab_data: Path
     golds += gsm8k
     fast, slow = AccuracyReward("lenient"), AccuracyReward("lenient", fast_path=False)
     with_fast, without = fast.judge(completions, golds), slow.judge(completions, golds)
-    assert sum(judgement.reason == "plain numbers" for judgement in with_fast) > 3000
-    assert not any(judgement.reason == "plain numbers" for judgement in without)
+    assert sum(judgement.reason == "exact numbers" for judgement in with_fast) > 3000
+    assert not any(judgement.reason == "exact numbers" for judgement in without)
     assert [judgement.verdict for judgement in with_fast] == [judgement.verdict for judgement in without]
     fast.close()
     slow.close()

@@ -156,6 +156,43 @@ def test_picklable_named_and_usable_from_a_thread(strict: AccuracyReward) -> Non
     copy.close()
 
 
+def test_warm_up_starts_imports_only_for_golds_that_may_need_them() -> None:
+    reward = AccuracyReward(workers=1)
+    reward.warm_up(["18", "#### 1,000", "$\\frac{1}{2}$", "$7\\pi$", "\\text{Evelyn}", None, ""])
+    assert reward._verifier.pool.nursery_pid is None
+    reward.warm_up(["18", "$x^2+1$"])
+    assert reward._verifier.pool.nursery_pid is not None
+    assert reward(completions=["\\boxed{1+x^2}"], solution=["$x^2+1$"]) == [1.0]
+    reward.close()
+
+
+def test_a_trainer_warms_its_accuracy_reward_up_before_it_loads_a_model() -> None:
+    from datasets import Dataset
+
+    from grpo_lab.trainer.door import warm_up
+
+    reward, numbers = AccuracyReward(workers=1), AccuracyReward(workers=1)
+    warm_up([reward, len], Dataset.from_dict({"solution": ["18", "$x^2+1$"]}))
+    warm_up(numbers, Dataset.from_dict({"solution": ["18", "19"]}))
+    warm_up(numbers, None)
+    assert (reward._verifier.pool.nursery_pid is None, numbers._verifier.pool.nursery_pid is None) == (False, True)
+    reward.close()
+
+
+def test_equal_texts_are_read_once_and_equal_pairs_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = AccuracyReward(workers=1, fast_path=False)
+    read, judged = [], []
+    own_read, own_run = reward.read, reward._verifier.pool.run
+    monkeypatch.setattr(reward, "read", lambda text: read.append(text) or own_read(text))
+    monkeypatch.setattr(reward._verifier.pool, "run", lambda jobs: judged.extend(jobs) or own_run(jobs))
+    group = ["\\boxed{19}", "so \\boxed{18}", "\\boxed{19}", "then \\boxed{18}"]
+    assert reward(completions=group, solution=["18"] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert (len(read), len(judged)) == (3, 2)
+    assert reward(completions=group, solution=["18"] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert len(judged) == 2  # known from the first call
+    reward.close()
+
+
 def test_errors_name_the_column_and_the_setting(strict: AccuracyReward) -> None:
     with pytest.raises(ValueError, match=r"column 'solution'.*\['answer'\]"):
         strict(prompts=["q"], completions=["18"], answer=["18"])

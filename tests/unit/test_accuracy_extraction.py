@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from grpo_lab.rewards.boxes import closed_boxes
 from grpo_lab.rewards.extraction import extract_answer
 from grpo_lab.rewards.gold import gold_answer
+from grpo_lab.rewards.run_on import next_turn_start
 from grpo_lab.verifiers.canonical import canonical
 
 
@@ -222,3 +224,32 @@ def test_gold(solution: object, gold: str) -> None:
 )
 def test_no_gold(solution: object) -> None:
     assert gold_answer(solution) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("{ \\boxed{1} } }", ["1"]),
+        ("{{{ \\boxed{1", []),
+        (r"a \\boxed{1}", []),  # a line break and a word
+        (r"a \\\boxed{1}", ["1"]),  # a line break and a box
+        (r"\{ \boxed{\}1} x", [r"\}1"]),
+        (r"\fbox{2} \boxed{3}", ["2", "3"]),
+        (r"\boxedness \boxed{\boxed{4}}", [r"\boxed{4}"]),
+    ],
+)
+def test_boxes_are_found_from_the_first_one_on(text: str, inside: list[str]) -> None:
+    assert [text[box.inside : box.inside_end] for box in closed_boxes(text)] == inside
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "<|im_end|>", "<|x|>", "</s>", "<s>", "<EOS>", "<pad>", "<start_of_turn>", "</end_of_turn>", "<bos>", "[INST]", "[/inst]",
+        "<<SYS>>", "<</SYS>>", "</answer> <think>", "\nUser:", "\n## human:", "\n**Instruction**:",
+    ],
+)  # fmt: skip
+def test_no_sign_of_another_turn_is_passed_over(mark: str) -> None:
+    """Texts without any sign are not searched: each kind of mark must count as one."""
+    assert next_turn_start(f"It is 18. {mark} What") == 10 + (mark[0] == "\n")
+    assert next_turn_start("It is <<3+4=7>> 18 [a] x") == 24

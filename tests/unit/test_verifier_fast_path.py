@@ -1,4 +1,4 @@
-"""The fast path for plain numbers never changes a verdict: compared with math-verify itself, in this process."""
+"""The fast path never changes a verdict: compared with math-verify itself, in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lab.verifiers.canonical import canonical
+from grpo_lab.verifiers.exact_numbers import compare_numbers
 from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.side_by_side import read_together
 
 
 def by_math_verify(gold: str, answer: str) -> bool:
@@ -73,3 +76,63 @@ def test_by_hand(gold: str, answer: str, verdict: bool | None) -> None:
 @pytest.mark.parametrize("text", ["", "-", ".", ",", "1,0000", "1e5", "x", "1.2.3", "٣", "1 000", "--1"])
 def test_not_plain(text: str) -> None:
     assert not is_plain_number(text)
+
+
+small, under = st.integers(0, 400), st.integers(1, 400)
+forms = st.one_of(
+    numbers,
+    st.builds("{}/{}".format, small, under),
+    st.builds(r"\frac{{{}}}{{{}}}".format, st.integers(-40, 40), under),
+    st.builds(r"-\frac{{{}}}{{{}}}".format, small, under),
+    st.builds(r"\frac{}{}".format, st.integers(0, 9), st.integers(1, 9)),
+    st.builds(r"{}\frac{{{}}}{{{}}}".format, small, small, under),
+    st.builds(r"{}\pi".format, under),
+    st.builds(r"{}\sqrt{{{}}}".format, under, small),
+    st.builds(r"\sqrt{{{}}} + {}\sqrt{{{}}}".format, small, under, small),
+    st.builds(r"{} - \frac{{{}\pi}}{{{}}}".format, small, under, under),
+    st.builds(r"\frac{{\sqrt{{{}}}}}{{{}}}".format, small, under),
+)
+answers = st.one_of(forms, st.lists(forms, min_size=2, max_size=3).map(", ".join))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.tuples(forms, answers), forms.map(lambda text: (text, text))))
+def test_fractions_roots_and_lists_agree_with_math_verify_wherever_they_are_decided(pair: tuple[str, str]) -> None:
+    decided = compare_numbers(*pair)
+    if decided is not None:
+        assert decided == by_math_verify(*pair)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("\\frac{3}{8}", "6/16", True),
+        ("\\frac{3}{8}", "\\frac{5}{16}", False),
+        ("12\\frac{3}{5}", "\\frac{63}{5}", True),
+        ("12\\frac{3}{5}", "\\frac{36}{5}", False),  # not the product
+        ("7\\pi", "7\\pi", True),
+        ("7\\pi", "21.99", False),  # 7 pi = 21.9911...
+        ("7\\pi", "21.991149", None),  # alike to six places
+        ("28", "\\sqrt{34} + 3\\sqrt{10}", False),  # 5.83 + 9.49 = 15.32
+        ("3\\sqrt{2}", "\\sqrt{18}", None),  # the same value: sympy's to say
+        ("\\frac{1}{2}", "0.5", None),
+        ("\\frac{1}{2}", "0.51", False),
+        ("3", "3, 4", None),  # one of them is the gold
+        ("3", "4, 5", False),
+        ("1234", "1, 234", None),  # perhaps 1,234
+        ("1/0", "1/0", None),
+        ("83", "10.02609801394532", False),
+        ("x", "3", None),
+    ],
+)
+def test_exact_numbers_by_hand(gold: str, answer: str, verdict: bool | None) -> None:
+    assert compare_numbers(gold, answer) is verdict
+
+
+def test_figures_are_left_as_they_are() -> None:
+    """`MathVerifier` passes plain figures by the reading of both sides; that must be what the reading comes to."""
+    figures = ["0", "-0", "18", "-3", "007", "3.50", "-0.25", "1234567890123", "0.0000672"]
+    for gold in figures:
+        for answer in figures:
+            assert read_together(canonical(gold), canonical(answer)) == (gold, answer)

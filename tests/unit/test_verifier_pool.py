@@ -15,6 +15,7 @@ import pytest
 
 from grpo_lab.verifiers import Limits, VerifierError, WorkerPool
 
+NAP = "__import__('time').sleep(0.5)"  # long enough for another worker to be there for the next job
 SLEEP = "__import__('time').sleep(60)"
 SEGFAULT = "__import__('os').kill(__import__('os').getpid(), 11)"
 HOG = "len([0] * 10**10)"  # 80 GB of pointers
@@ -25,7 +26,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def running(pid: int) -> bool:
+def at_work(pid: int) -> bool:
     """Not dead: a zombie of a killed program is init's to reap, which may take its time."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -101,7 +102,7 @@ def test_a_worker_killed_while_idle_costs_no_job(pool: WorkerPool) -> None:
 
 
 def test_close_reaps_every_process(pool: WorkerPool) -> None:
-    pool.run(["1", "2"])
+    pool.run([NAP, NAP])
     pids = pool.pids
     pool.close()
     assert not any(map(alive, pids))
@@ -147,7 +148,7 @@ SCRIPT = """
 import sys
 from grpo_lab.verifiers import Limits, WorkerPool
 pool = WorkerPool("builtins:eval", limits=Limits(wall_seconds=60), size=2)
-pool.run(["1", "2"])
+pool.run(["__import__('time').sleep(0.5)"] * 2)
 print(*pool.pids, flush=True)
 {ending}
 """
@@ -162,9 +163,102 @@ def test_no_process_outlives_the_program(ending: str) -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     deadline = time.monotonic() + 10
-    while any(map(running, pids)) and time.monotonic() < deadline:
+    while any(map(at_work, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(running, pids))
+    assert not any(map(at_work, pids))
+
+
+KILLED_AT_WORK = """
+import os, sys, threading, time
+from grpo_lab.verifiers import Limits, WorkerPool
+pool = WorkerPool("builtins:eval", limits=Limits(cpu_seconds=60, wall_seconds=60), size=2)
+pool.run(["__import__('time').sleep(0.5)"] * 2)
+if os.fork() == 0:  # what a data loader does: it holds a copy of every socket of ours
+    time.sleep(8)
+    os._exit(0)
+print(*pool.pids, pool.nursery_pid, flush=True)
+threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()
+pool.run(["9**9**9**9", "__import__('time').sleep(60)"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_workers_in_the_middle_of_a_job_die_with_a_killed_program() -> None:
+    """One is deep in C code, one asleep, and a fork of the program keeps its sockets open."""
+    running = subprocess.Popen([sys.executable, "-c", KILLED_AT_WORK], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    pids = [int(pid) for pid in running.stdout.readline().split()]
+    assert len(pids) == 3
+    assert running.wait(30) == -signal.SIGKILL
+    deadline = time.monotonic() + 4.0  # the limits of the jobs are 60 s
+    while any(map(at_work, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(at_work, pids))
+    running.stdout.close()
+
+
+def test_a_killed_nursery_costs_no_job(pool: WorkerPool) -> None:
+    pool.run(["1"])
+    nursery, workers = pool.nursery_pid, pool.pids
+    assert nursery is not None
+    killer = threading.Timer(0.3, os.kill, (nursery, signal.SIGKILL))
+    killer.start()
+    outcomes = pool.run(["__import__('time').sleep(1) or 5", "6"])
+    killer.join()
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
+    assert pool.nursery_pid != nursery
+    assert not any(map(at_work, workers))
+    assert [outcome.value for outcome in pool.run(["7"])] == [7]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_worker_holds_no_socket_but_its_own(pool: WorkerPool) -> None:
+    """Not the nursery's, nor another worker's: it could speak for it."""
+    links = "[os.readlink(f'/proc/self/fd/{n}') for os in [__import__('os')] for n in range(64) if os.path.exists(f'/proc/self/fd/{n}')]"
+    pool.run([NAP, NAP])
+    for outcome in pool.run([links] * 4):
+        assert sum(link.startswith("socket:") for link in outcome.value) == 1, outcome.value
+
+
+def test_a_killed_worker_is_replaced_by_a_fork_not_by_new_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven workers, one import of the handler: it writes a line for each."""
+    log = tmp_path / "imports"
+    (tmp_path / "handler_that_counts.py").write_text(f"open({str(log)!r}, 'a').write('x')\nevaluated = eval\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = WorkerPool("handler_that_counts:evaluated", size=1)
+    statuses = [outcome.status for outcome in pool.run([SEGFAULT] * 6 + ["1"])]
+    assert statuses == ["crash"] * 6 + ["ok"]
+    assert pool.replaced == 6
+    assert log.read_text() == "x"
+    pool.close()
+
+
+def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: WorkerPool) -> None:
+    pool.warm_up()
+    nursery = pool.nursery_pid
+    assert nursery is not None
+    assert alive(nursery)
+    assert pool.pids == []
+    pool.warm_up()
+    assert [outcome.value for outcome in pool.run(["1"])] == [1]
+    assert pool.nursery_pid == nursery
+    pool.close()
+    assert not alive(nursery)
+
+
+def test_started_in_a_thread_that_ends_the_workers_stay(pool: WorkerPool) -> None:
+    """A signal at the parent's death would come at the end of the thread that started them: TRL may call from any."""
+    thread = threading.Thread(target=pool.run, args=([NAP, NAP],))
+    thread.start()
+    thread.join()
+    pids = pool.pids
+    time.sleep(0.7)  # longer than the nursery looks away
+    assert len(pids) == 2
+    assert all(map(alive, pids))
+    assert [outcome.value for outcome in pool.run(["3", "4"])] == [3, 4]
+    assert pool.pids == pids
 
 
 def test_workers_see_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

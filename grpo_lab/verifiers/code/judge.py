@@ -47,12 +47,15 @@ def _program(kind: str) -> None:
 
 
 def _clock_ran_out(deadline: float) -> bool:
-    if os.getppid() != _TRAINER:  # nobody is left to ask, or to end what runs here: it dies with this process
+    if os.getppid() != _parent():  # nobody is left to ask, or to end what runs here: it dies with this process
         os._exit(1)
     return time.monotonic() >= deadline
 
 
-_TRAINER = os.getppid()
+@cache
+def _parent() -> int:
+    """Who forked this worker, first asked before its first program runs. It ends with the trainer."""
+    return os.getppid()
 
 
 def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
@@ -106,6 +109,7 @@ def _sound(*processes: Jailed) -> None:
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
     """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls stand."""
+    _parent()
     if job["kind"] == "walls":
         return {name: _missing(name) for name in walls.WALLS}
     up = frozenset(job["walls"])

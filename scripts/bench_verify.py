@@ -1,0 +1,148 @@
+"""Verification beside TRL's ``accuracy_reward``: seconds on real model outputs, from the first call on, and every verdict compared.
+
+    python scripts/bench_verify.py [--rounds 3] [--call 64] [--data ../shared/data]
+
+Both sides judge the same texts in the same order, in calls of ``--call`` completions, each side in a process of its own, in turn.
+GSM8K outputs end in ``A: 18``, which TRL does not read: there the last line becomes ``The answer is $\\boxed{18}$`` for both. A
+question has four outputs there; in ``gsm8k, 8 each`` every one stands twice, as in a group of eight that repeats itself.
+Golds stand between dollars, for TRL reads no bare LaTeX.
+
+What is in the clock: the calls. Before it: imports, the reward's construction, and for TRL one call on another row, which builds
+math-verify's tables; ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it while a model loads (``warm``).
+Nearly all real answers are decided without a worker; in ``math, workers only`` that path is off, so that worker processes judge them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_FILES = {
+    "gsm8k": "gsm8k/gsm8k_model_outputs.jsonl",
+    "gsm8k, 8 each": "gsm8k/gsm8k_model_outputs.jsonl",
+    "math": "math/math_model_outputs.jsonl",
+    "math, workers only": "math/math_model_outputs.jsonl",
+    "math, run on": "math/math_model_outputs_base_runon.jsonl",
+}
+_SIDES = ("trl", "cold", "warm")
+_WARM_SECONDS = 3.0  # a model takes longer to load
+Rows = list[tuple[str, str]]
+
+
+def rows_of(name: str, data: Path) -> Rows:
+    """(completion, gold) of a set."""
+    with open(data / _FILES[name], encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    pairs = [(row["output_text"], f"${row['gold_answer']}$") for row in rows]
+    if name.startswith("gsm8k"):
+        pairs = [(_boxed(text), gold) for text, gold in pairs]
+    return [pair for pair in pairs for _ in range(2)] if "8 each" in name else pairs
+
+
+def _boxed(text: str) -> str:
+    head, marker, answer = text.rpartition("A: ")
+    return f"{head}The answer is $\\boxed{{{answer.strip()}}}$" if marker else text
+
+
+def trl_side() -> Callable[[Rows], list[float | None]]:
+    from trl.rewards import accuracy_reward
+
+    def call(rows: Rows) -> list[float | None]:
+        messages = [[{"role": "assistant", "content": text}] for text, _ in rows]
+        return list(accuracy_reward(messages, [gold for _, gold in rows]))
+
+    call([("It is $\\boxed{\\frac{1}{2}}$.", "$0.5$")])
+    return call
+
+
+def our_side(rows: Rows, warm: bool, fast_path: bool) -> Callable[[Rows], list[float | None]]:
+    from grpo_lab.rewards import AccuracyReward
+
+    reward = AccuracyReward(fast_path=fast_path)
+    if warm:
+        reward.warm_up(["$x^2+1$"])
+        time.sleep(_WARM_SECONDS)
+
+    def call(some: Rows) -> list[float | None]:
+        messages = [[{"role": "assistant", "content": text}] for text, _ in some]
+        return reward(completions=messages, solution=[gold for _, gold in some])
+
+    return call
+
+
+def one_side(side: str, name: str, data: Path, size: int) -> dict[str, Any]:
+    """Seconds of the first call and of all, and the verdicts, in this process."""
+    rows = rows_of(name, data)
+    call = trl_side() if side == "trl" else our_side(rows, side == "warm", "workers only" not in name)
+    seconds, verdicts = [], []
+    for start in range(0, len(rows), size):
+        begun = time.perf_counter()
+        verdicts += call(rows[start : start + size])
+        seconds.append(time.perf_counter() - begun)
+    return {"first": seconds[0], "all": sum(seconds), "verdicts": verdicts}
+
+
+def measured(side: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`one_side` in a new process."""
+    command = [sys.executable, __file__, "--side", side, "--name", name, "--call", str(arguments.call)]
+    done = subprocess.run(
+        [*command, "--data", str(arguments.data)], check=True, stdout=subprocess.PIPE, text=True, timeout=900
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def report(name: str, runs: dict[str, list[dict[str, Any]]], rows: Rows) -> str:
+    """A table row, then the verdicts that differ."""
+
+    def median(side: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[side])
+
+    cells = [name, f"{len(rows):,}"]
+    for key in ("first", "all"):
+        trl = median("trl", key)
+        cells.append(f"{trl:.3f}")
+        for side in _SIDES[1:]:
+            cells.append(f"{median(side, key):.3f} (**{trl / median(side, key):.1f}×**)")
+    theirs, ours = runs["trl"][0]["verdicts"], runs["cold"][0]["verdicts"]
+    assert all(run["verdicts"] == ours for side in _SIDES[1:] for run in runs[side])
+    different = [(row, a, b) for row, a, b in zip(rows, theirs, ours, strict=True) if a != b]
+    cells.append(f"{len(rows) - len(different):,} of {len(rows):,}")
+    lines = ["| " + " | ".join(cells) + " |"]
+    lines += [
+        f"    gold {gold!r}: TRL {a}, ours {b}; ends {text[-160:]!r}" for (text, gold), a, b in dict.fromkeys(different)
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--call", type=int, default=64)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--side", choices=_SIDES)
+    parser.add_argument("--name", choices=list(_FILES))
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps(one_side(arguments.side, arguments.name, arguments.data, arguments.call)))
+        return
+    print(
+        "| outputs | rows | first call: TRL s | ours, cold | ours, warm | all calls: TRL s | ours, cold | ours, warm | equal verdicts |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in [arguments.name] if arguments.name else _FILES:
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
+        for _ in range(arguments.rounds):
+            for side in _SIDES:
+                runs[side].append(measured(side, name, arguments))
+        print(report(name, runs, rows_of(name, arguments.data)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
