@@ -56,7 +56,12 @@ class GroupedEngine:
     """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on.
 
     Everything else is passed through to the engine.
+
+    Attributes:
+        refuses_faulty: a log-prob that is NaN or infinite is an ``EngineFault``; False: whoever asks deals with it.
     """
+
+    refuses_faulty: bool = True
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -78,15 +83,19 @@ class GroupedEngine:
         foldable = sampling_params.n == 1 and sampling_params.seed is None
         if not foldable or any(set(row) != {"prompt_token_ids"} for row in prompts):
             outputs = self._llm.generate(prompts, sampling_params=sampling_params, use_tqdm=use_tqdm)
-            check_logprobs(outputs)
+            self._check(outputs)
             return list(outputs)
 
         runs = runs_of_equal([tuple(row["prompt_token_ids"]) for row in prompts])
         requests = [prompts[first] for first, _ in runs]
         parameters = [with_samples(sampling_params, count) for _, count in runs]
         outputs = self._llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm)
-        check_logprobs(outputs)
+        self._check(outputs)
         return [row for output, (_, count) in zip(outputs, runs, strict=True) for row in one_per_row(output, count)]
+
+    def _check(self, outputs: Sequence[Any]) -> None:
+        if self.refuses_faulty:
+            check_logprobs(outputs)
 
 
 def with_samples(sampling_params: Any, count: int) -> Any:
