@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from grpo_lab.rollouts.thinking_budget import Generate
@@ -58,10 +58,10 @@ class GroupedEngine:
     Everything else is passed through to the engine.
 
     Attributes:
-        refuses_faulty: a log-prob that is NaN or infinite is an ``EngineFault``; False: whoever asks deals with it.
+        on_fault: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised.
     """
 
-    refuses_faulty: bool = True
+    on_fault: Callable[[EngineFault], None] | None = None
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -94,8 +94,12 @@ class GroupedEngine:
         return [row for output, (_, count) in zip(outputs, runs, strict=True) for row in one_per_row(output, count)]
 
     def _check(self, outputs: Sequence[Any]) -> None:
-        if self.refuses_faulty:
+        try:
             check_logprobs(outputs)
+        except EngineFault as fault:
+            if self.on_fault is None:
+                raise
+            self.on_fault(fault)
 
 
 def with_samples(sampling_params: Any, count: int) -> Any:

@@ -84,7 +84,7 @@ class Parts:
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
             elif self.guard.faults is not None:
-                trainer.vllm_generation.llm.refuses_faulty = False  # the guard leaves the step out
+                trainer.vllm_generation.llm.on_fault = self.guard.engine_fault
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:

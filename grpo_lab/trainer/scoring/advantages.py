@@ -64,9 +64,7 @@ def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         advantages: Tensor = made.scored.batch["advantages"]
         return advantages
-    return checked_advantages(
-        trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training
-    )
+    return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
 def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> None:

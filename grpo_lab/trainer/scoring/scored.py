@@ -113,7 +113,7 @@ def without_faulty(logprobs: list[list[float | None]] | None, faults: Faults | N
         EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
     """
     for row, of_tokens in enumerate(logprobs or []):
-        bad = [at for at, value in enumerate(of_tokens) if value is None or not math.isfinite(value)]
+        bad = [at for at, value in enumerate(of_tokens) if value is not None and not math.isfinite(value)]
         if not bad:
             continue
         said = f"the engine's log-prob of token {bad[0]} of completion {row} is {of_tokens[bad[0]]}"

@@ -3,7 +3,7 @@
     loss        of a micro-batch of the step, on any rank
     gradient    its norm over all ranks and parameters, which HF computes anyway
     reward      a reward function, or a team's ``_calculate_rewards``, returned an infinity (NaN is "cannot be scored", as in TRL)
-    log_prob    the engine's log-prob of a sampled token is missing, NaN or infinite
+    log_prob    the engine's log-prob of a sampled token is NaN or infinite (None is "not scored", as in TRL)
     advantage   what the rule made of finite rewards is not finite
 
 The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the optimizer's step;
@@ -72,6 +72,13 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             bad = ~loss.detach().isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         return loss
+
+    def engine_fault(self, fault: Exception) -> None:
+        """A colocated engine's log-prob is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
+        faults = self.trainer.recorder.faults_in_training
+        if faults is None:
+            raise fault
+        faults.found("log_prob", str(fault))
 
     def judged(self, norm: Any) -> Any:
         """The gradient norm of the step that is about to be taken, as it is; called on every rank. May leave the step out.
