@@ -23,7 +23,8 @@ VERBOSE = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3.
+    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3, steps that could not be
+    taken because of NaN (``guard.max_bad_steps``) 4.
 
     A training that ended on a signal with a checkpoint (``enable_jit_checkpoint``): 75, ``EXIT_INTERRUPTED``.
     """
@@ -43,11 +44,11 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(known.run(known, rest) or 0)
-    except (ValueError, ConnectionError) as error:  # ConnectionError: a vLLM server that is not up, or gone
+    except (ValueError, ConnectionError, FloatingPointError) as error:  # a mistake, a server that is gone, NaN
         if known.traceback:
             raise
         print(f"grpo-lab: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 3
+        return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise

@@ -99,7 +99,12 @@ class Rule:
 
 
 def not_finite(history: History, facts: Facts) -> str | None:
-    """Where nothing was scored, TRL logs NaN as the reward: a row of its own."""
+    """Where nothing was scored, TRL logs NaN as the reward: a row of its own. Steps that the guard left out lost nothing."""
+    if number(history[-1], "guard/left_out"):
+        why = [
+            n[6:] for n in history[-1] if n.startswith("guard/") and n != "guard/left_out" and number(history[-1], n)
+        ]
+        return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
     looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if _nothing_scored(history) else ("reward",)))
     found = [name for name in looked_at if not math.isfinite(number(history[-1], name) or 0)]
     return f"{' and '.join(found)} not finite: the weights may be lost" if found else None

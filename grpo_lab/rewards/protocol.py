@@ -181,15 +181,18 @@ class GroupReward(ABC):
         return False
 
 
-def score_groups(reward: GroupReward, groups: Sequence[Group]) -> Values:
-    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN (unscorable)."""
+def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bool = False) -> Values:
+    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN (unscorable).
+
+    ``keep_infinite``: an infinite one is handed on; whoever asks deals with it.
+    """
     flat: Values = []
     for group in groups:
         scores = [None if score is None else float(score) for score in reward.score_group(group)]
         if len(scores) != len(group):
             raise ValueError(f"{reward.name} gave {len(scores)} values for a group of {len(group)} completions")
         bad = [score for score in scores if score is not None and math.isinf(score)]
-        if bad:
+        if bad and not keep_infinite:
             raise ValueError(f"{reward.name} gave {bad[0]}; a reward is a finite number, or None for unscorable")
         flat += scores
     return flat

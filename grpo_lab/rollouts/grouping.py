@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from grpo_lab.rollouts.thinking_budget import Generate
@@ -56,7 +56,12 @@ class GroupedEngine:
     """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on.
 
     Everything else is passed through to the engine.
+
+    Attributes:
+        on_fault: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised.
     """
+
+    on_fault: Callable[[EngineFault], None] | None = None
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -78,15 +83,23 @@ class GroupedEngine:
         foldable = sampling_params.n == 1 and sampling_params.seed is None
         if not foldable or any(set(row) != {"prompt_token_ids"} for row in prompts):
             outputs = self._llm.generate(prompts, sampling_params=sampling_params, use_tqdm=use_tqdm)
-            check_logprobs(outputs)
+            self._check(outputs)
             return list(outputs)
 
         runs = runs_of_equal([tuple(row["prompt_token_ids"]) for row in prompts])
         requests = [prompts[first] for first, _ in runs]
         parameters = [with_samples(sampling_params, count) for _, count in runs]
         outputs = self._llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm)
-        check_logprobs(outputs)
+        self._check(outputs)
         return [row for output, (_, count) in zip(outputs, runs, strict=True) for row in one_per_row(output, count)]
+
+    def _check(self, outputs: Sequence[Any]) -> None:
+        try:
+            check_logprobs(outputs)
+        except EngineFault as fault:
+            if self.on_fault is None:
+                raise
+            self.on_fault(fault)
 
 
 def with_samples(sampling_params: Any, count: int) -> Any:

@@ -55,6 +55,8 @@ class LabConfig(GRPOConfig):
             pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness: same_distribution|same_draws}``;
             ``None``: exact, ``skip``; under dropout exact in distribution with ``objective``, draw by draw without.
+        guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine log-prob that is
+            not finite is left out on every rank, and so many in a row stop the run; ``None``: on with ``objective``, off without.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -91,6 +93,9 @@ class LabConfig(GRPOConfig):
     )
     update: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens, randomness."}
+    )
+    guard: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "'off' or a mapping with max_bad_steps, save: steps that are not finite."}
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:

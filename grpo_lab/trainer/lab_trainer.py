@@ -5,6 +5,7 @@
     score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs: ``_generate_and_score``
     record, buffer    its end; TRL cuts the batch and keeps it
     collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or ``_compute_loss``
+    take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
     after the step    ``log``, checkpoints
 
 ``door.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md`` follows one reward
@@ -206,20 +207,23 @@ class LabTrainer(GRPOTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        if self.model.training and not return_outputs and not self.loss_is_ours:
+        training = self.model.training and not return_outputs
+        if training and self.loss_is_ours:
+            return self.parts.guard.seen(self.parts.update.loss(model, inputs))
+        if training:
             self.parts.update.left_alone(inputs)
-        if return_outputs or not self.model.training or not self.loss_is_ours:
-            loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return loss
-        return self.parts.update.loss(model, inputs)
+        loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.parts.guard.seen(loss) if training else loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
         with rows_in_place(self, model, inputs):
             if has_our_inputs(self, inputs):
                 return micro_batch_loss(self, model, inputs)
-            stock: Tensor = super()._compute_loss(model, inputs)
-            return stock
+            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.parts.guard.judged(super()._get_grad_norm(model, grad_norm))
 
     # -- after the step ----------------------------------------------------------------------------------------------
 

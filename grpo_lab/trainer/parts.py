@@ -31,6 +31,7 @@ from grpo_lab.trainer.scoring.steps import check_steps
 from grpo_lab.trainer.settings.inputs import check_requires, shared_names
 from grpo_lab.trainer.settings.value import check_critic
 from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.moving_reference import MovingReference
 from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
 
@@ -45,6 +46,7 @@ class Parts:
         critic: the value model, inside the policy's module; ``None`` without one.
         resampler: further prompts in place of dead groups.
         update: collects micro-batches and computes the step in bins.
+        guard: leaves a step out whose numbers are not finite.
         optimizer_reset: empties the optimizer after a generation batch; ``None`` where it is not asked for.
         reference: the reference that follows the policy, and its way through checkpoints.
         kl: β of the KL in the reward.
@@ -67,6 +69,7 @@ class Parts:
         self.weight_schedules = WeightSchedules(trainer, given.settings.reward_schedules)
         self.resampler = Resampler(trainer, trainer.lab_settings.update.max_rounds)
         self.update = ExactUpdate(trainer)
+        self.guard = NumbersGuard(trainer)
         self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
@@ -80,6 +83,8 @@ class Parts:
             trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
+            elif self.guard.faults is not None:
+                trainer.vllm_generation.llm.on_fault = self.guard.engine_fault
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:
@@ -90,7 +95,7 @@ class Parts:
         first = trainer.callback_handler.callbacks
         if self.optimizer_reset is not None:
             first.insert(0, self.optimizer_reset)  # other callbacks see it done
-        for ours in (self.kl, self.reference, self.generation_buffer):
+        for ours in (self.kl, self.reference, self.guard, self.generation_buffer):
             first.insert(0, ours)  # others may write a checkpoint
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
@@ -107,6 +112,7 @@ class Parts:
         """What a checkpoint needs beside TRL's files; called on every rank."""
         self.prompts.save(folder)
         self.generation_buffer.save(folder)
+        self.guard.save(folder)
         if not self._only_model:
             self.reference.save(folder)
             self.kl.save(folder)
@@ -117,6 +123,7 @@ class Parts:
         self.generation_buffer.load(checkpoint)
         self.reference.load(checkpoint)
         self.kl.load(checkpoint)
+        self.guard.load(checkpoint)
 
 
 def prove(trainer: Any) -> None:

@@ -8,7 +8,7 @@ checkpoint, the thinking rollout) take a ``trl.GRPOTrainer`` and say so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +82,61 @@ class Phase:
         return [self.place(s) for s in range(following, following + -following % self.every)]
 
 
+#: what is found of a generation batch, as long as it is trained on; loss and gradient are a step's own
+OF_BATCH = ("reward", "log_prob", "advantage")
+
+
+class Faults:
+    """What was not finite in the generation batches of this rank, for the guard of the optimizer step (``step.guard``).
+
+    Args:
+        phase: where in a generation batch the run is.
+
+    Attributes:
+        ends: kind (``OF_BATCH``) → number of the micro-batch from which on no bad batch is trained on; 0: none was bad.
+        said: what was found in the batch at hand, one sentence each.
+        names: the rewards, in the order of ``rewards``.
+        rewards: ``row_key`` of prompt and completion → rewards of the rows that have them, of the batch at hand.
+    """
+
+    def __init__(self, phase: Callable[[], Phase]) -> None:
+        self._phase = phase
+        self.forget()
+
+    def forget(self) -> None:
+        """A training begins."""
+        self.ends = dict.fromkeys(OF_BATCH, 0)
+        self.said: list[str] = []
+        self.names: tuple[str, ...] = ()
+        self.rewards: dict[int, list[list[float]]] = {}
+        self._batch = -1
+
+    def found(self, kind: str, sentence: str) -> None:
+        """The batch that is being made holds something of ``kind`` that is not finite."""
+        self._turn_over()
+        phase = self._phase()
+        self.ends[kind] = phase.start + phase.every
+        self.said.append(sentence)
+
+    def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]]) -> None:
+        """This rank's rows and their rewards."""
+        self._turn_over()
+        self.names = names
+        for key, row in zip(keys, values, strict=True):
+            self.rewards.setdefault(key, []).append(row)
+
+    def _turn_over(self) -> None:
+        """What was said of an earlier generation batch goes; the rounds of one batch (``resample``) stay together."""
+        start = self._phase().start
+        if self._batch != start:
+            self._batch, self.said, self.rewards = start, [], {}
+
+
+def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
+    """One number for the tokens of a row, within a process."""
+    return hash((tuple(prompt), tuple(completion)))
+
+
 class Recorder:
     """Metrics of training and evaluation, and what is said once.
 
@@ -89,12 +144,22 @@ class Recorder:
         book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
         mode: ``train`` or ``eval``, as it is now.
         speaks: whether this process may speak.
+
+    Attributes:
+        faults: what was not finite, where a guard is in force (``guard``); None: it is an error at once, as it always was.
     """
+
+    faults: Faults | None = None
 
     def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
         self.books = {name: book() for name in ("train", "eval")}
         self.mode, self._speaks = mode, speaks
         self._said: set[str] = set()
+
+    @property
+    def faults_in_training(self) -> Faults | None:
+        """``faults``; in an evaluation nothing is trained on, and there is nothing to leave out."""
+        return self.faults if self.mode() == "train" else None
 
     def book(self, mode: str | None = None) -> MetricBook:
         """The pairs of a mode; of the one that the run is in by default."""
@@ -199,4 +264,4 @@ class StepPort(Protocol):
     def compute_advantages(self, table: RewardTable) -> Tensor: ...
 
 
-__all__ = ["Phase", "Recorder", "SamplerCorrection", "StepPort"]
+__all__ = ["OF_BATCH", "Faults", "Phase", "Recorder", "SamplerCorrection", "StepPort", "row_key"]

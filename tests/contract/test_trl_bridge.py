@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -155,6 +155,21 @@ def test_every_private_name_in_the_room_is_listed() -> None:
                 missing.add(f"{file.name}: {owner}.{node.attr}")
     missing = {name for name in missing if name.rsplit(".", 1)[1] not in vars(LabTrainer)}
     assert missing == set(), "add these to trl_bridge.METHODS or ATTRIBUTES"
+
+
+def test_hfs_loop_has_the_norm_before_the_step_and_asks_whether_it_was_skipped() -> None:
+    """Where a step is left out (``step.guard``): else the schedule would move on, or the gradient stay."""
+    loop = inspect.getsource(Trainer)
+    order = (
+        "grad_norm = self._get_grad_norm(",
+        "self.optimizer.step()",
+        "optimizer_step_was_skipped:",
+        "model.zero_grad()",
+    )
+    start = loop.index(order[0])
+    places = [loop.index(words, start) for words in order]
+    assert places == sorted(places)
+    assert loop.count(order[0]) == loop.count(order[1]) == 1
 
 
 def test_only_public_modules_of_trl_are_imported() -> None:

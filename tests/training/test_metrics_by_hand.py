@@ -53,6 +53,8 @@ ELSEWHERE = {
     "code_reward/unusable": "unit/test_code_reward.py",
     "code_reward/walls": "unit/test_code_reward.py",
     "rewards/nan_share": "training/test_reward_kinds.py",
+    **{f"guard/{name}": "training/test_guard.py" for name in ("left_out", "loss", "gradient", "reward", "log_prob")},
+    "guard/advantage": "training/test_guard.py",
     "reward_weights/<name>": "training/test_kimi_trainer.py",
     "rollout/cut_share": "rollouts/test_thinking_trainer.py",
     "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",

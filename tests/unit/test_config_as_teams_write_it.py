@@ -43,6 +43,7 @@ OURS: dict[str, Any] = {
     "reference_every": 400,
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
+    "guard": {"max_bad_steps": 5, "save": False},
 }
 ALL = {**FLAT, **OURS}
 

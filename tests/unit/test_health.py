@@ -57,7 +57,7 @@ DEAD = {"groups/dead_share": 1.0, "grad_norm": 0.0, "loss": 0.0, "reward": 0.0}
 ZERO = {"loss": -3e-9}
 CASES: dict[str, tuple[list[Any], list[Any]]] = {
     "non-finite": (
-        [run({"grad_norm": math.nan}), run({"reward": math.inf})],
+        [run({"grad_norm": math.nan}), run({"reward": math.inf}), run({"guard/left_out": 0.5, "guard/loss": 0.5})],
         [run({"grad_norm": 1e6}), run({"grad_norm": math.nan}, {})],  # the last window counts
     ),
     "learning rate 0": (
@@ -160,6 +160,14 @@ def test_a_history_that_does_not(name: str) -> None:
 def test_a_healthy_run_trips_nothing_and_a_metric_that_is_missing_trips_nothing() -> None:
     assert tripped(run(windows=9)) == set()
     assert tripped([{"step": 1, "loss": 0.5}] * 30) == set()
+
+
+def test_a_step_that_was_left_out_lost_no_weights() -> None:
+    seen = {"guard/left_out": 0.5, "guard/loss": 0.0, "guard/log_prob": 0.5, "grad_norm": math.nan}
+    line = diagnose(run(seen, windows=0)).line
+    assert "log_prob not finite: such steps were left out" in line
+    assert "lost" not in line
+    assert tripped(run(dict.fromkeys(seen, 0.0))) == set()
 
 
 def test_nothing_scored_is_neither_dead_groups_nor_lost_weights() -> None:

@@ -78,7 +78,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
                 prompts = args[0] if args else kwargs["prompts"]
                 return self.server_return.generate(ask, super().sync_weights, prompts)
             refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
-            return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob
+            return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
     return LabVLLMGeneration
 

@@ -13,7 +13,7 @@ from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows
 from grpo_lab.trainer.scoring.cut import loss_tokens
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.ports import Faults, StepPort
 
 
 def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
@@ -24,8 +24,10 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
     return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), lengths))
 
 
-def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
+def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
+
+    With ``faults`` others than finite ones become 0 and the batch is marked as bad.
 
     Raises:
         ValueError: anything else.
@@ -41,6 +43,10 @@ def checked_advantages(advantages: Tensor, table: RewardTable) -> Tensor:
         if tuple(advantages.shape) == tuple(local.mask.shape):  # what stands on tokens without loss is nobody's
             advantages = advantages.where(local.mask | advantages.isfinite(), 0)
         finite = bool(advantages.isfinite().all())
+        if faults is not None and not finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
+            count = int((~advantages.isfinite()).sum())
+            faults.found("advantage", f"{count} of {advantages.numel()} advantages of finite rewards are not finite")
+            advantages, finite = advantages.where(advantages.isfinite(), 0), True
         if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
             return advantages
         seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
@@ -58,7 +64,7 @@ def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         advantages: Tensor = made.scored.batch["advantages"]
         return advantages
-    return checked_advantages(trainer.compute_advantages(made.table), made.table)
+    return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
 def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> None:

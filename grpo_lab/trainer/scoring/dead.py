@@ -58,7 +58,8 @@ def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> Tensor:
     the ones in ``table.local``. A collective.
     """
     assert table.local is not None
-    advantages, mask = checked_advantages(trainer.compute_advantages(table), table), table.local.mask
+    faults, mask = trainer.recorder.faults_in_training, table.local.mask
+    advantages = checked_advantages(trainer.compute_advantages(table), table, faults)
     if advantages.dim() == 1:
         advantages = advantages[table.local.rows].unsqueeze(1)
     of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens

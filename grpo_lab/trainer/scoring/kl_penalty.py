@@ -59,7 +59,7 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
     if kl is not None and beta is not None:
         mask = loss_mask(scored.batch)
         log_probs = _log_probs_of_both(trainer, scored.batch)
-        of_tokens = kl.of_tokens(*log_probs, mask)
+        of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
@@ -68,13 +68,23 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
             charged = -beta * of_tokens
             to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
-            controller.charged(trainer.accelerator.gather(masked_sum(k1(*log_probs), mask, dim=-1)))
+            measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
+            controller.charged(trainer.accelerator.gather(measured))
     mask_cut(trainer, scored)
     table = with_local_rows(trainer, scored, table)
     if to_go is not None and table.local is not None:
         scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
         to_go = to_go * scorable.unsqueeze(1).to(to_go)
     return Penalised(scored, table, to_go, charged)
+
+
+def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
+    """With a guard a KL that is not finite is 0, and its batch bad: as a reward it would count as one that cannot be scored."""
+    faults = trainer.recorder.faults_in_training
+    if faults is None or bool(kl.isfinite().all()):
+        return kl
+    faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
+    return kl.where(kl.isfinite(), 0.0)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:

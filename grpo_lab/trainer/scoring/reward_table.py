@@ -14,6 +14,7 @@ from trl.trainer.utils import is_async_callable
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
+from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 
@@ -28,15 +29,19 @@ class DeferredReward:
         return [None] * len(prompts)
 
 
-def as_trl_calls_it(reward: Any, name: str) -> Any:
-    """What TRL should call in place of ``reward``: models as they are, the rest checked or deferred."""
+def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
+    """What TRL should call in place of ``reward``: models as they are, the rest checked or deferred.
+
+    ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``).
+    """
     if scope_of(reward) == "group":
         return DeferredReward(name)
     if scope_of(reward) == "step":
         return StepCalled(reward, name)
     if isinstance(reward, nn.Module):
         return reward
-    return CheckedCoroutine(reward, name) if is_async_callable(reward) else CheckedReward(reward, name)
+    kind = CheckedCoroutine if is_async_callable(reward) else CheckedReward
+    return kind(reward, name, keep_infinite)
 
 
 def nan_counts(seams: list[Any], values: Tensor, accelerator: Any) -> Tensor:
@@ -54,6 +59,7 @@ def fill_group_rewards(
     rows: list[dict[str, Any]],
     group_size: int,
     progress: tuple[int, int],
+    keep_infinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave.
 
@@ -63,6 +69,7 @@ def fill_group_rewards(
         values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
         rows: per row over all ranks: what ``gathered_rows`` gives.
         progress: optimizer steps done, optimizer steps in all.
+        keep_infinite: as in ``as_trl_calls_it``.
     """
     table = values.tolist()
     known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) != "group"]
@@ -73,7 +80,7 @@ def fill_group_rewards(
         group = _group([rows[r] for r in of_group], rewards, progress)
         for column, reward in enumerate(reward_funcs):
             if column not in known:
-                scores = score_groups(reward, [group])
+                scores = score_groups(reward, [group], keep_infinite)
                 not_numbers[column] += sum(score != score for score in scores)
                 filled = [float("nan") if score is None else score for score in scores]
                 values[start : start + group_size, column] = values.new_tensor(filled)
@@ -108,14 +115,32 @@ def check_finite(values: Tensor, names: tuple[str, ...]) -> None:
         )
 
 
+def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
+    """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad; without a guard as they are.
+
+    Args:
+        values: the same on every rank.
+        home: what returned them, for the sentence: ``"reward function {}"``.
+    """
+    if faults is None or not bool(values.isinf().any()):
+        return values
+    for column, name in enumerate(names):
+        rows = values[:, column].isinf().nonzero().flatten().tolist()
+        if rows:
+            more = f" and {len(rows) - 1} more" if rows[1:] else ""
+            of_rows = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"
+            faults.found("reward", f"{home.format(repr(name))} returned {of_rows}")
+    return values.masked_fill(values.isinf(), float("nan"))
+
+
 class CheckedReward:
     """Calls one reward function and checks what it returns, so that the error names it and the row.
 
     TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts them.
     """
 
-    def __init__(self, reward: Any, name: str) -> None:
-        self.reward = reward
+    def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
+        self.reward, self.keep_infinite = reward, keep_infinite
         self.__name__ = name
         self.not_numbers = 0
 
@@ -137,7 +162,7 @@ class CheckedReward:
                 "one number or None per completion (`reward_funcs`)"
             )
         for row, value in enumerate(values):
-            if value is not None and math.isinf(float(value)):
+            if value is not None and math.isinf(float(value)) and not self.keep_infinite:
                 raise ValueError(
                     f"reward function {self.__name__!r} returned {value}, which is infinite, for completion {row}; allowed are "
                     "finite numbers, or None for a completion that cannot be scored (`reward_funcs`)"

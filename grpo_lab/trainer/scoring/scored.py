@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.steps import StepScores
+from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import Faults, row_key
 from grpo_lab.trainer.prompts.sampler import row_numbers
 from grpo_lab.trainer.scoring.carriers import Rewarded
-from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows
+from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows, without_infinite
 from grpo_lab.trainer.scoring.steps import gathered_steps
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ class Scoring:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
         self._seen: Rewarded | None = None
         self._made: list[int] | None = None
+        self._keys: list[int] = []
         #: column of a step reward → this rank's steps, put here by the trainer's ``_calculate_rewards``
         self.steps: dict[int, list[StepScores]] = {}
 
@@ -41,6 +45,11 @@ class Scoring:
         """Stands in for the trainer's ``_generate``: how many tokens the policy made, before TRL masks what was cut."""
         generated = self._generate(prompts)
         self._made = tokens_made(generated)
+        faults = self._trainer.recorder.faults_in_training
+        if faults is not None:
+            self._keys = [row_key(*ids) for ids in zip(generated[0], generated[1], strict=True)]
+        if self._trainer.recorder.faults is not None:
+            without_faulty(generated[4], faults)
         return generated
 
     def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -53,11 +62,15 @@ class Scoring:
         gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
-        self._check(values, lengths.numel(), names)
+        values = self._checked(values, lengths.numel(), names)
         size = trainer._group_size()
         steps = gathered_steps(self.steps, size)
         table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
         self._seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
+        if trainer.recorder.faults_in_training is not None and self._keys:
+            first = trainer.accelerator.process_index * len(self._keys)
+            mine = values[first : first + len(self._keys)].tolist()
+            trainer.recorder.faults_in_training.scored(names, self._keys, mine)
         return values
 
     def taken(self) -> Rewarded:
@@ -73,7 +86,7 @@ class Scoring:
             )
         return self._seen
 
-    def _check(self, values: Any, rows: int, names: tuple[str, ...]) -> None:
+    def _checked(self, values: Any, rows: int, names: tuple[str, ...]) -> Tensor:
         """A team's method may return anything. Raises ``ValueError`` naming the class whose method it is."""
         home = next(kind.__name__ for kind in type(self._trainer).__mro__ if "_calculate_rewards" in vars(kind))
         if not isinstance(values, Tensor) or tuple(values.shape) != (rows, len(names)):
@@ -82,12 +95,33 @@ class Scoring:
                 f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: one row per "
                 f"completion of all processes (gathered, in rank order), one column per reward {list(names)}"
             )
+        faults = self._trainer.recorder.faults_in_training
+        values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
         if values.isinf().any():
             culprit = names[int(values.isinf().any(dim=0).nonzero()[0])]
             raise ValueError(
                 f"`{home}._calculate_rewards` returned an infinite value in the column of {culprit!r}; allowed are finite "
                 "numbers, or NaN for a completion that cannot be scored"
             )
+        return values
+
+
+def without_faulty(logprobs: list[list[float | None]] | None, faults: Faults | None) -> None:
+    """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is marked as bad.
+
+    Raises:
+        EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
+    """
+    for row, of_tokens in enumerate(logprobs or []):
+        bad = [at for at, value in enumerate(of_tokens) if value is not None and not math.isfinite(value)]
+        if not bad:
+            continue
+        said = f"the engine's log-prob of token {bad[0]} of completion {row} is {of_tokens[bad[0]]}"
+        if faults is None:
+            raise EngineFault(f"{said}; its weights or its KV cache hold NaN or infinity")
+        faults.found("log_prob", said)
+        for at in bad:
+            of_tokens[at] = None
 
 
 @contextlib.contextmanager
@@ -120,4 +154,4 @@ def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
             )
 
 
-__all__ = ["Scoring", "record_not_numbers", "scored_by"]
+__all__ = ["Scoring", "record_not_numbers", "scored_by", "without_faulty"]

@@ -28,6 +28,7 @@ from grpo_lab.trainer.scoring.reward_table import (
     gathered_rows,
     nan_counts,
     truncated_rows,
+    without_infinite,
 )
 from grpo_lab.trainer.scoring.scored import record_not_numbers, scored_by
 from grpo_lab.trainer.scoring.steps import StepCalled
@@ -44,19 +45,23 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: i
     """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``."""
     inputs, prompts, completions, ids = of_rows
     names = tuple(trainer.reward_func_names)
-    seams = [as_trl_calls_it(reward, name) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
+    faults = trainer.recorder.faults_in_training
+    guarded = faults is not None
+    seams = [as_trl_calls_it(reward, name, guarded) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
     with trl_bridge.replaced(trainer, "reward_funcs", seams):
         values = trls(*of_rows)
-    check_finite(values, names)
     not_numbers = nan_counts(seams, values, trainer.accelerator)
+    values = without_infinite(values, names, faults, "reward function {}")
+    check_finite(values, names)
     if trainer._scoring is not None:
         trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
     if any(scope_of(reward) == "group" for reward in trainer.reward_funcs):
         cut = truncated_rows(ids, {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id})
         rows = gathered_rows(trainer, inputs, prompts, completions, ids, cut)
         progress = (trainer.state.global_step, trainer.state.max_steps)
-        group = fill_group_rewards(values, names, trainer.reward_funcs, rows, group_size, progress)
+        group = fill_group_rewards(values, names, trainer.reward_funcs, rows, group_size, progress, guarded)
         values, not_numbers = group[0], not_numbers + group[1]
+        values = without_infinite(values, names, faults, "group reward {}")
     record_not_numbers(trainer, not_numbers, values.size(0))
     return values
 

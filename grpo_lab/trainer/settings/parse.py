@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field
 
 from grpo_lab.reading import NULL_IS_DEFAULT, Number, Positive, Switch, from_json, must_be, read, settings
 from grpo_lab.rewards.schedules import Schedule
+from grpo_lab.trainer.settings.guard import GuardSettings
 from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking, refuse_idle_rollout
 from grpo_lab.trainer.settings.sampler import SamplerSettings, check_sampler
 from grpo_lab.trainer.settings.schedules import reward_schedules
@@ -137,6 +138,7 @@ class LabSettings:
     update: Annotated[UpdateSettings, NULL_IS_DEFAULT] = field(default_factory=UpdateSettings)
     rollout: Annotated[RolloutSettings, NULL_IS_DEFAULT] = field(default_factory=RolloutSettings)
     sampler: SamplerSettings | None = None
+    guard: GuardSettings | None = None
     reward_schedules: Annotated[Mapping[str, Schedule], BeforeValidator(reward_schedules)] = field(default_factory=dict)
 
     @property
@@ -144,6 +146,13 @@ class LabSettings:
         """``update.randomness`` in force: ``same_distribution`` or ``same_draws``."""
         drop_in = self.objective is None or self.update.is_off
         return self.update.randomness or ("same_draws" if drop_in else "same_distribution")
+
+    @property
+    def guard_in_force(self) -> GuardSettings | None:
+        """``guard`` where it acts: as asked for; unasked with ``objective``, and not in a drop-in run, since stock TRL has none."""
+        if self.guard is None:
+            return None if self.objective is None else GuardSettings()
+        return None if self.guard.is_off else self.guard
 
 
 def lab_settings(args: Any) -> LabSettings:

@@ -22,9 +22,12 @@ from grpo_lab.trainer.trl_bridge.forwards import (
 )
 from grpo_lab.trainer.trl_bridge.gradients import (
     backward,
+    leave_out_step,
+    overflow_of_scaler,
     plain_cpu,
     put_aside,
     reference_model_in_full,
+    step_was_taken,
     without_gradient_sync,
 )
 from grpo_lab.trainer.trl_bridge.logs import (
@@ -83,9 +86,11 @@ __all__ = [
     "is_compiled",
     "is_critics",
     "is_multimodal",
+    "leave_out_step",
     "load_policy_adapter",
     "logged_rows",
     "may_bring_images",
+    "overflow_of_scaler",
     "plain_cpu",
     "policy_parameters",
     "positions_given",
@@ -95,6 +100,7 @@ __all__ = [
     "replace_logged_advantages",
     "replace_logged_rows",
     "replaced",
+    "step_was_taken",
     "values_heard",
     "wants_old_log_probs",
     "whole_by_names",

@@ -56,6 +56,40 @@ def put_aside(trainer: Any) -> Tensor:
     return nothing.clone()  # a loss has a grad_fn
 
 
+def leave_out_step(optimizer: Any) -> None:
+    """HF's next ``optimizer.step()`` does nothing and counts as skipped: accelerate says so, and HF leaves the schedule as it is.
+
+    Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled the gradients,
+    its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
+
+    Args:
+        optimizer: accelerate's wrapper.
+    """
+    before = vars(optimizer).get("step")  # usually none: it is a method
+
+    def nothing(*_: Any, **__: Any) -> None:
+        del optimizer.step
+        if before is not None:
+            optimizer.step = before
+        if optimizer.scaler is not None:
+            optimizer.scaler.update()
+        optimizer._is_overflow = True
+
+    optimizer.step = nothing
+
+
+def step_was_taken(optimizer: Any) -> None:
+    """Take back the mark of ``leave_out_step``, which nobody else does without a scaler."""
+    if optimizer.scaler is None:
+        optimizer._is_overflow = False
+
+
+def overflow_of_scaler(accelerator: Any) -> bool:
+    """Whether a gradient that is not finite may be fp16's scaling: a scaler leaves such a step out and halves its scale, down to 1."""
+    scaler = accelerator.scaler
+    return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
+
+
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.

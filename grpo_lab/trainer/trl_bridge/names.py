@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save": ("self", "output_dir", "state_dict"),
     "create_optimizer": ("self", "model"),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
     "_get_output_dir": ("self", "trial"),
     "log": ("self", "logs", "start_time"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),

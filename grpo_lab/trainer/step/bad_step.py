@@ -1,0 +1,143 @@
+"""The batch of an optimizer step that was left out, kept for a look: safetensors a rank, and the facts in JSON.
+
+    <output_dir>/bad_steps/step-000012/facts.json
+                                       rank-0.safetensors, …
+
+Bounded: the first ``MOST_STEPS`` of a run's folder, ``MOST_ROWS`` rows of each rank and ``MOST_BYTES`` at most, those with something
+that is not finite first. Whatever cannot be written is said, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.trainer.carried import OURS
+from grpo_lab.trainer.ports import Phase, row_key
+from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+
+FOLDER = "bad_steps"
+FACTS = "facts.json"
+MOST_STEPS = 8
+MOST_ROWS = 32
+MOST_BYTES = 64 * 2**20
+#: NaN in it means "nothing to learn"
+NAN_IS_MEANT = (f"{OURS}returns",)
+
+
+def keep_bad_step(trainer: StepPort, facts: dict[str, Any]) -> str | None:
+    """Write the step's batch; called on every rank, which all reach it → a sentence that says where, or None.
+
+    Args:
+        facts: what was seen, for ``facts.json``.
+    """
+    place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
+    rank, faults = trainer.accelerator.process_index, trainer.recorder.faults
+    assert faults is not None
+    missing, rows, tensors = _chosen(trainer)
+    mine = {"rank": rank, "said": faults.said[:MOST_ROWS], "micro_batches_not_kept": missing, "rows": rows}
+    full = len(list(place.parent.glob("step-*"))) >= MOST_STEPS and not place.exists()
+    told = gather_object([(full, mine)])
+    if any(is_full for is_full, _ in told):
+        return None
+    problem = None
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(place / f"rank-{rank}.safetensors", lambda partial: save_file(tensors, partial))
+        if rank == 0:
+            ranks = [of_rank for _, of_rank in told]
+            whole = {"format": 1, **facts, "ranks": len(ranks), "rewards": list(faults.names), "of_rank": ranks}
+            write_whole_text(place / FACTS, json.dumps(whole, indent=1, default=str))
+    except (OSError, SafetensorError) as error:
+        problem = f"its batch could not be kept in {place}: {type(error).__name__}: {error}"
+    problem = next((words for words in gather_object([problem]) if words is not None), None)
+    return problem or f"its batch is kept in {place}"
+
+
+def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``, padded to the step's widest micro-batch.
+
+    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields are not finite, how many
+    tokens prompt and completion have, its rewards (in the order of ``facts["rewards"]``; None where they are not known).
+    """
+    place = Path(folder)
+    facts = dict(json.loads((place / FACTS).read_text(encoding="utf-8")))
+    return facts, [load_file(place / f"rank-{rank}.safetensors") for rank in range(facts["ranks"])]
+
+
+def _chosen(trainer: StepPort) -> tuple[int, list[dict[str, Any]], dict[str, Tensor]]:
+    """How many micro-batches of the step are gone, what is said of each row that is kept, and the rows' tensors."""
+    phase = Phase.of(trainer, trainer.phase.done - 1)  # of the step's last micro-batch
+    places = phase.here(int(trainer.current_gradient_accumulation_steps))
+    buffered = trainer._buffered_inputs or []
+    here = [(number, buffered[place]) for number, place in enumerate(places) if place is not None and buffered]
+    rows = [_row(trainer, number, batch, row) for number, batch in here for row in range(batch["prompt_ids"].size(0))]
+    rows.sort(key=lambda row: not row["not_finite"])  # stable: in order beside that
+    batches = dict(here)
+    width = sum(_bytes(value[0]) for _, batch in here for value in _fields(batch).values()) // max(len(here), 1)
+    rows = rows[: max(1, min(MOST_ROWS, MOST_BYTES // max(width, 1)))]
+    names = sorted({name for batch in batches.values() for name in _fields(batch)})
+    tensors = {}
+    for name in names:
+        parts = [batches[row["micro_batch"]].get(name) for row in rows]
+        if all(part is not None for part in parts):
+            tensors[name] = _stacked([part[row["row"]] for part, row in zip(parts, rows, strict=True)])  # type: ignore[index]
+    return len(places) - len(here), rows, tensors
+
+
+def _row(trainer: StepPort, number: int, batch: dict[str, Any], row: int) -> dict[str, Any]:
+    faults = trainer.recorder.faults
+    assert faults is not None
+    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+    completion = batch["completion_ids"][row][batch["completion_mask"][row].bool()].tolist()
+    odd = [
+        name
+        for name, value in _fields(batch).items()
+        if value.is_floating_point() and name not in NAN_IS_MEANT and not bool(value[row].isfinite().all())
+    ]
+    known = faults.rewards.get(row_key(prompt, completion))
+    rewards = None if known is None else [None if value != value else value for value in known[0]]
+    return {
+        "micro_batch": number,
+        "row": row,
+        "not_finite": odd,
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(completion),
+        "rewards": [str(value) if value in (float("inf"), float("-inf")) else value for value in rewards or []] or None,
+    }
+
+
+def _fields(batch: dict[str, Any]) -> dict[str, Tensor]:
+    rows = batch["prompt_ids"].size(0)
+    return {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows and name not in MULTIMODAL_FIELDS
+    }
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """``[rows, …]``; micro-batches of several generations differ in width, and shorter rows get zeros behind."""
+    if rows[0].dim() == 0:
+        return torch.stack(rows).cpu().contiguous()
+    widest = max(row.size(0) for row in rows)
+    padded = [torch.cat([row, row.new_zeros(widest - row.size(0), *row.shape[1:])]) for row in rows]
+    return torch.stack(padded).cpu().contiguous()
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+__all__ = ["FACTS", "FOLDER", "keep_bad_step", "read_bad_step"]

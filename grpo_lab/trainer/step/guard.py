@@ -1,0 +1,257 @@
+"""The numbers guard: an optimizer step with a NaN or an infinity in it is left out, on every rank, with its reason counted.
+
+    loss        of a micro-batch of the step, on any rank
+    gradient    its norm over all ranks and parameters, which HF computes anyway
+    reward      a reward function, or a team's ``_calculate_rewards``, returned an infinity (NaN is "cannot be scored", as in TRL)
+    log_prob    the engine's log-prob of a sampled token is NaN or infinite (None is "not scored", as in TRL)
+    advantage   what the rule made of finite rewards is not finite
+
+The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the optimizer's step;
+there the ranks agree (one small gather where there are several, one scalar read), and the optimizer's next ``step`` does nothing:
+weights, moments and learning-rate schedule stay, gradients are dropped. A step whose numbers are finite is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from grpo_lab.atomic import write_whole_text
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import OF_BATCH, Faults
+from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.settings.guard import GuardSettings
+
+STATE_FILE = "grpo_lab_guard.json"
+OF_STEP = ("loss", "gradient")
+KINDS = (*OF_STEP, *OF_BATCH)
+
+
+class NumbersError(FloatingPointError):
+    """Several optimizer steps in a row could not be taken (``guard.max_bad_steps``); ``grpo-lab`` exits with 4."""
+
+
+class NumbersGuard(TrainerCallback):  # type: ignore[misc]
+    """One per trainer; does nothing where ``guard`` is not in force.
+
+    Attributes:
+        in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
+
+    Raises:
+        ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
+    """
+
+    def __init__(self, trainer: StepPort) -> None:
+        self.trainer = trainer
+        self.settings = _in_force(trainer)
+        self.faults = None if self.settings is None else Faults(lambda: trainer.phase)
+        trainer.recorder.faults = self.faults
+        self._loaded: dict[str, Any] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.in_a_row, self.taken, self._counted, self._seen, self._fine = 0, 0, 0, False, 0
+        self._loss_is_bad: Tensor | None = None
+        self._norm = torch.zeros(())
+        self._left_out = False
+
+    def seen(self, loss: Tensor) -> Tensor:
+        """A micro-batch's loss, as it is; nothing is read from the device."""
+        if self.faults is not None:
+            bad = ~loss.detach().isfinite().all()
+            self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
+        return loss
+
+    def engine_fault(self, fault: Exception) -> None:
+        """A colocated engine's log-prob is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
+        faults = self.trainer.recorder.faults_in_training
+        if faults is None:
+            raise fault
+        faults.found("log_prob", str(fault))
+
+    def judged(self, norm: Any) -> Any:
+        """The gradient norm of the step that is about to be taken, as it is; called on every rank. May leave the step out.
+
+        Raises:
+            NumbersError: on every rank, after ``max_bad_steps`` in a row.
+        """
+        if self.faults is None or self.settings is None:
+            return norm
+        ends = self._agreed(norm)
+        self.faults.ends.update({kind: ends[kind] for kind in OF_BATCH})
+        begun = self.trainer.phase.done - int(self.trainer.current_gradient_accumulation_steps)
+        bad = [kind for kind in KINDS if ends[kind] > (0 if kind in OF_STEP else begun)]
+        if bad == ["gradient"] and trl_bridge.overflow_of_scaler(self.trainer.accelerator):
+            bad = []
+        self._count(bad)
+        if bad:
+            self._leave_out(bad, max(ends[kind] for kind in OF_BATCH), self.settings)
+        else:
+            self.in_a_row, self.taken = 0, self.trainer.state.global_step + 1
+        return norm
+
+    def _agreed(self, norm: Any) -> dict[str, int]:
+        """Kind → 0 where nothing is bad on any rank, else 1, or the micro-batch at which a bad generation batch ends."""
+        assert self.faults is not None
+        accelerator = self.trainer.accelerator
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        found = torch.as_tensor(0.0 if whole is None else whole, device=accelerator.device)
+        self._norm = found
+        fine = torch.zeros_like(found, dtype=torch.bool)
+        loss, self._loss_is_bad = self._loss_is_bad, None
+        flags = torch.stack([fine if loss is None else loss.to(fine.device), ~found.isfinite()])
+        of_batch = torch.tensor([self.faults.ends[kind] for kind in OF_BATCH], device=accelerator.device)
+        local = torch.cat([flags.long(), of_batch])
+        if accelerator.num_processes > 1:
+            local = accelerator.gather(local.unsqueeze(0)).amax(0)
+        return dict(zip(KINDS, local.tolist(), strict=True))
+
+    def _count(self, bad: list[str]) -> None:
+        """``guard/*`` of every step from the first bad one on, and of those before it in its logging window."""
+        if not bad and not self._seen:
+            self._fine += 1
+            return
+        steps: list[list[str]] = [*([[]] * self._fine), bad]
+        self._seen, self._fine = True, 0
+        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
+        for step in steps:
+            for kind in ("left_out", *KINDS):
+                counts = bool(step) if kind == "left_out" else kind in step
+                book.add_alike(f"guard/{kind}", torch.tensor(float(counts), device=device), 1)
+
+    def _leave_out(self, bad: list[str], batch_end: int, settings: GuardSettings) -> None:
+        again = not set(bad) & set(OF_STEP) and batch_end == self._counted
+        trl_bridge.leave_out_step(self.trainer.optimizer)
+        self._left_out, self._counted = True, batch_end
+        if again:
+            return
+        self.in_a_row += 1
+        step, limit = self.trainer.state.global_step + 1, settings.max_bad_steps
+        facts = {
+            "step": step,
+            "not_finite": bad,
+            "grad_norm": str(float(self._norm)),
+            "in_a_row": self.in_a_row,
+            "max_bad_steps": limit,
+        }
+        kept = keep_bad_step(self.trainer, facts) if settings.save else None
+        said = f"step {step} is left out: {', '.join(bad)} not finite ({self.in_a_row} in a row, {limit} stop the run)"
+        self.trainer.recorder.say(said if kept is None else f"{said}; {kept}", level=logging.WARNING)
+        if self.in_a_row >= limit:
+            raise NumbersError(self._stopped(step, bad, limit))
+
+    def _stopped(self, step: int, bad: list[str], limit: int) -> str:
+        folder = str(self.trainer.args.output_dir)
+        kept = f" The batches are in {folder}/{FOLDER}." if self.settings is not None and self.settings.save else ""
+        return (
+            f"{limit} optimizer steps in a row could not be taken, the last one {step}: {', '.join(bad)} not finite "
+            f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{kept} {last_good(folder, self.taken)}"
+        )
+
+    # -- HF's events, checkpoints ----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.faults is None:
+            return
+        self._forget()
+        self.faults.forget()
+        self.taken = state.global_step
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        phase = self.trainer.phase
+        self.in_a_row, self.taken, self._seen = loaded["in_a_row"], loaded["taken"], loaded["seen"]
+        if not phase.at_end:  # the open generation batch was taken up, too
+            self.faults.ends.update(dict.fromkeys(loaded["bad_batch"], phase.start + phase.every))
+            self._counted = max(self.faults.ends.values())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._left_out:
+            trl_bridge.step_was_taken(self.trainer.optimizer)
+            self._left_out = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self._fine = 0
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """What is bad and how many steps were, into a checkpoint folder; nothing where nothing ever was."""
+        if self.faults is None or not self._seen or not self.trainer.args.should_save:
+            return
+        done = self.trainer.phase.done
+        bad = [kind for kind, end in self.faults.ends.items() if end > done]
+        state = {"format": 1, "in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_whole_text(Path(folder) / STATE_FILE, json.dumps(state))
+
+    def load(self, checkpoint: str | None) -> None:
+        """Go on from what ``save`` wrote.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        self._loaded = None
+        file = None if checkpoint is None else Path(checkpoint) / STATE_FILE
+        if self.faults is None or file is None or not file.is_file():
+            return
+        try:
+            self._loaded = _checked(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ValueError(
+                f"`resume_from_checkpoint`: {file} cannot be read ({error!r}); take another checkpoint, or delete the file: the "
+                "count of bad steps then starts at 0"
+            ) from error
+
+
+def _in_force(trainer: StepPort) -> GuardSettings | None:
+    found = trainer.lab_settings.guard_in_force
+    if found is None or not trainer.is_deepspeed_enabled:
+        return found
+    if trainer.lab_settings.guard is not None:
+        raise ValueError(
+            "`guard` is on with DeepSpeed, whose engine takes the optimizer's step inside the backward, before anyone has seen the "
+            "gradient norm: use DDP or FSDP2 (recipes/accelerate), or set `guard: off`"
+        )
+    trainer.recorder.say("DeepSpeed takes its steps itself: the guard against NaN (`guard`) is off", key="guard")
+    return None
+
+
+def last_good(folder: str, taken: int) -> str:
+    """A sentence that names the newest checkpoint with the weights of a step that was taken.
+
+    Args:
+        folder: ``output_dir``.
+        taken: the last optimizer step that was taken.
+    """
+    steps = sorted(
+        int(place.name.removeprefix("checkpoint-"))
+        for place in Path(folder).glob("checkpoint-*")
+        if place.name.removeprefix("checkpoint-").isdecimal() and (place / "trainer_state.json").is_file()
+    )
+    good = [step for step in steps if step <= taken] or steps[:1]
+    if not good:
+        return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
+    named = f"{folder}/checkpoint-{good[-1]}"
+    return f"Last good checkpoint: {named}; once the cause is mended: trainer.train(resume_from_checkpoint={named!r})"
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
+    unknown = set(state["bad_batch"]) - set(OF_BATCH)
+    if unknown or state["format"] != 1:
+        raise ValueError(f"format {state['format']}, kinds {sorted(unknown)}")
+    return {**found, "bad_batch": list(state["bad_batch"])}
+
+
+__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good"]

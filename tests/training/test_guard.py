@@ -1,0 +1,235 @@
+"""Planted NaN and infinities: the step is left out to the bit, counted, its batch kept; so many in a row stop the run.
+
+The metrics: `guard/left_out`, `guard/loss`, `guard/gradient`, `guard/reward`, `guard/log_prob`, `guard/advantage`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.cli import main
+from grpo_lab.trainer.step import bad_step
+from grpo_lab.trainer.step.bad_step import read_bad_step
+from grpo_lab.trainer.step.guard import STATE_FILE, NumbersError, last_good
+from parity.harness import arguments
+
+
+@pytest.fixture(scope="module")
+def each(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plant, Path]:
+    """One training with each kind in a step of its own."""
+    plant, folder = Plant(EACH), tmp_path_factory.mktemp("each")
+    build(tiny_folder, folder, plant).train()
+    return plant, folder
+
+
+def test_a_bad_step_moves_nothing_and_the_next_does(each: tuple[Plant, Path]) -> None:
+    plant, _ = each
+    assert plant.moved == [step not in EACH for step in range(1, STEPS + 1)]  # weights, moments, AdamW's counts
+    assert plant.schedule == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+    assert state_of(plant.trainer).isfinite().all()
+    assert plant.trainer.state.global_step == STEPS
+
+
+def test_reasons_are_counted_from_the_first_one_on(each: tuple[Plant, Path]) -> None:
+    trainer = each[0].trainer
+    assert shares(trainer, "left_out") == [None, 1, 0, 1, 0, 1, 0, 1, 0]
+    for step, kind in EACH.items():
+        expected = [None] + [float(at == step) for at in range(2, STEPS + 1)]
+        assert shares(trainer, kind) == expected, kind
+    assert shares(trainer, "advantage") == [None] + [0.0] * (STEPS - 1)
+
+
+def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:
+    folder = each[1] / "bad_steps"
+    assert sorted(place.name for place in folder.iterdir()) == [f"step-{step:06d}" for step in EACH]
+    for step, kind in EACH.items():
+        facts, (tensors,) = read_bad_step(folder / f"step-{step:06d}")
+        assert (facts["step"], facts["not_finite"], facts["in_a_row"]) == (step, [kind], 1)
+        rows = facts["of_rank"][0]["rows"]
+        assert len(rows) == tensors["completion_ids"].size(0) == 8  # 4 rows of each of 2 micro-batches
+        for row, ids, mask in zip(rows, tensors["completion_ids"], tensors["completion_mask"], strict=True):
+            tokens = ids[mask.bool()].tolist()
+            assert len(tokens) == 3
+            assert tokens[2] == 40
+            reward = None if row["rewards"] is None else row["rewards"][0]
+            assert kind == "reward" or reward == pytest.approx((sum(tokens) % 7) / 7, abs=1e-7)
+        assert math.isfinite(float(facts["grad_norm"])) is (kind != "gradient")
+    reward, _ = read_bad_step(folder / "step-000006")
+    assert reward["of_rank"][0]["said"] == ["reward function 'planted' returned -inf for completion 7 of 8"]
+    assert [row["rewards"] for row in reward["of_rank"][0]["rows"]].count([None]) == 1
+    log_prob, _ = read_bad_step(folder / "step-000008")
+    assert log_prob["of_rank"][0]["said"] == ["the engine's log-prob of token 1 of completion 7 is inf"]
+    odd = [row["not_finite"] for row in log_prob["of_rank"][0]["rows"]]
+    assert odd == [["sampling_per_token_logps"], *[[]] * 7]  # the bad row comes first
+
+
+def test_a_bad_generation_batch_counts_once_and_survives_a_resume(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two updates on each generation batch: the first batch has an infinite reward; of the second one update has a NaN loss."""
+    twice = {"steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    plant = Plant({1: "reward", 3: "loss"})
+    whole = build(tiny_folder, tmp_path / "whole", plant, guard={"max_bad_steps": 3}, **twice)
+    whole.train()
+    assert plant.moved == [False, False, False, True]
+    assert shares(whole, "reward") == [1, 1, 0, 0]
+    assert read_bad_step(tmp_path / "whole" / "bad_steps" / "step-000003")[0]["in_a_row"] == 2
+    assert not (tmp_path / "whole" / "bad_steps" / "step-000002").exists()
+    again = Plant({3: "loss"})
+    resumed = build(tiny_folder, tmp_path / "again", again, **twice)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert again.moved == [False, False, True]  # step 2 is of the bad batch
+    assert torch.equal(state_of(resumed), state_of(whole))
+    (tmp_path / "whole" / "checkpoint-1" / STATE_FILE).write_text('{"format": 1, "in_a_row": 1}')
+    with pytest.raises(ValueError, match=rf"{STATE_FILE} cannot be read .*delete the file"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+
+
+def test_three_in_a_row_stop_and_the_run_goes_on_from_the_named_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "lr_scheduler_type": "constant"}
+    plant = Plant(dict.fromkeys((3, 4, 5), "gradient"))
+    trainer = build(tiny_folder, tmp_path / "stopped", plant, **saved)
+    with pytest.raises(NumbersError) as stopped:
+        trainer.train()
+    said, named = str(stopped.value), str(tmp_path / "stopped" / "checkpoint-2")
+    assert said.startswith("3 optimizer steps in a row could not be taken, the last one 5: gradient not finite")
+    assert "guard.max_bad_steps" in said
+    assert "The weights are as after step 2." in said
+    assert f"Last good checkpoint: {named};" in said
+    assert trainer.state.global_step == 4
+    clean = build(tiny_folder, tmp_path / "clean", Plant({}), **saved)
+    clean.train()
+    mended = build(tiny_folder, tmp_path / "mended", Plant({}), **saved)
+    mended.train(resume_from_checkpoint=named)
+    assert torch.equal(state_of(mended), state_of(clean))
+    assert shares(mended, "left_out") == [None] * 6  # finite throughout: nothing more is logged than without a guard
+
+
+def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path: Path) -> None:
+    class Overflows(LabTrainer):
+        def compute_advantages(self, table: Any) -> Tensor:
+            found = super().compute_advantages(table)
+            return found / 0.0 if self.state.global_step == 2 else found
+
+    plant = Plant({})
+    trainer = build(tiny_folder, tmp_path, plant, Overflows, objective=None, value={"model": "head"}, max_steps=4)
+    (critic,) = [p for name, p in trainer.model.named_parameters() if "grpo_lab_critic" in name and p.dim() == 2]
+    critic.register_hook(lambda grad: grad * (math.nan if trainer.state.global_step == 0 else 1.0))
+    trainer.train()
+    assert plant.moved == [False, True, False, True]
+    assert shares(trainer, "gradient")[:2] == [1, 0]
+    assert shares(trainer, "advantage") == [0, 0, 1, 0]
+
+
+def test_what_is_kept_is_bounded(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_step, "MOST_STEPS", 1)
+    monkeypatch.setattr(bad_step, "MOST_ROWS", 3)
+    plant = Plant({1: "log_prob", 3: "loss"})
+    build(tiny_folder, tmp_path / "some", plant, max_steps=3).train()
+    assert plant.moved == [False, True, False]
+    (kept,) = (tmp_path / "some" / "bad_steps").iterdir()
+    assert read_bad_step(kept)[1][0]["completion_ids"].size(0) == 3
+    none = Plant({1: "loss"})
+    build(tiny_folder, tmp_path / "none", none, max_steps=1, guard={"save": False}).train()
+    assert none.moved == [False]
+    assert not (tmp_path / "none" / "bad_steps").exists()
+
+
+def test_where_it_cannot_write_it_says_so_and_goes_on(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bad_steps").write_text("in the way")
+    plant = Plant({1: "loss"})
+    build(tiny_folder, tmp_path, plant, max_steps=2).train()
+    assert plant.moved == [False, True]
+    assert "its batch could not be kept in" in caplog.text
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_force"),
+    [
+        ({}, None),  # a drop-in run, as stock TRL
+        ({"objective": "dapo"}, 3),
+        ({"objective": "dapo", "guard": "off"}, None),
+        ({"objective": "dapo", "guard": False}, None),  # YAML's off
+        ({"guard": {"max_bad_steps": 5}}, 5),
+        ({"guard": '{"save": false}'}, 3),
+    ],
+)
+def test_where_it_is_in_force(settings: dict[str, Any], in_force: int | None, tmp_path: Path) -> None:
+    found = LabConfig(**arguments(tmp_path), **settings).lab_settings.guard_in_force
+    assert (None if found is None else found.max_bad_steps) == in_force
+
+
+@pytest.mark.parametrize(
+    ("guard", "parts"),
+    [
+        ({"max_bad_step": 3}, ("max_bad_step", "did you mean 'max_bad_steps'")),
+        ({"max_bad_steps": 0}, ("guard.max_bad_steps", "at least 1")),
+        ("sometimes", ("guard", "sometimes", "'on' or 'off'")),
+        ({"name": "off", "save": False}, ("guard.save", "no effect")),
+    ],
+)
+def test_settings_that_are_refused(guard: Any, parts: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        LabConfig(**arguments(tmp_path), guard=guard)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_without_a_guard_nan_goes_into_the_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    """What it is there for; and the plant does what it says."""
+    plant = Plant({1: "gradient"})
+    build(tiny_folder, tmp_path, plant, max_steps=1, guard="off").train()
+    assert not state_of(plant.trainer).isfinite().all()
+
+
+def test_the_command_line_ends_with_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: Any, **__: Any) -> None:
+        raise NumbersError("3 optimizer steps in a row could not be taken")
+
+    monkeypatch.setattr("grpo_lab.pipelines.train.train", train)
+    assert main(["quickstart", "--output_dir", str(tmp_path)]) == 4
+    assert capsys.readouterr().err == "grpo-lab: error: 3 optimizer steps in a row could not be taken\n"
+
+
+def test_last_good(tmp_path: Path) -> None:
+    assert "There is no checkpoint" in last_good(str(tmp_path), 3)
+    for step in (2, 4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-3").mkdir()  # half written
+    assert f"{tmp_path}/checkpoint-2;" in last_good(str(tmp_path), 3)
+    assert f"{tmp_path}/checkpoint-10;" in last_good(str(tmp_path), 10)
+    assert f"{tmp_path}/checkpoint-2;" in last_good(
+        str(tmp_path), 1
+    )  # written while steps were left out: the same weights
+
+
+def test_fp16s_overflow_is_left_to_its_scaler() -> None:
+    from grpo_lab.trainer.trl_bridge import leave_out_step, overflow_of_scaler
+
+    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0, updates=0)
+    scaler.update = lambda: setattr(scaler, "updates", scaler.updates + 1)
+    assert overflow_of_scaler(SimpleNamespace(scaler=scaler))
+    scaler.get_scale = lambda: 1.0
+    assert not overflow_of_scaler(SimpleNamespace(scaler=scaler))
+    assert not overflow_of_scaler(SimpleNamespace(scaler=None))
+    calls: list[str] = []
+    optimizer = SimpleNamespace(step=lambda: calls.append("step"), scaler=scaler, _is_overflow=False)
+    leave_out_step(optimizer)
+    optimizer.step()
+    assert (calls, optimizer._is_overflow, scaler.updates) == ([], True, 1)  # unscaled once, updated once
+    optimizer.step()
+    assert calls == ["step"]
