@@ -16,6 +16,7 @@ from grpo_lab.diagnostics.windows import (
     at_start,
     last_steps,
     lasting,
+    not_zero,
     number,
     recent,
     rise_in_errors,
@@ -101,9 +102,7 @@ class Rule:
 def not_finite(history: History, facts: Facts) -> str | None:
     """Where nothing was scored, TRL logs NaN as the reward: a row of its own. Steps that the guard left out lost nothing."""
     if number(history[-1], "guard/left_out"):
-        why = [
-            n[6:] for n in history[-1] if n.startswith("guard/") and n != "guard/left_out" and number(history[-1], n)
-        ]
+        why = [kind for kind in not_zero(history[-1], "guard/") if kind != "left_out"]
         return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
     looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if _nothing_scored(history) else ("reward",)))
     found = [name for name in looked_at if not math.isfinite(number(history[-1], name) or 0)]

@@ -25,6 +25,11 @@ def number(window: Window, *names: str) -> float | None:
     return None
 
 
+def not_zero(window: Window, prefix: str) -> list[str]:
+    """What follows ``prefix`` in the names of its metrics that are not 0."""
+    return [name.removeprefix(prefix) for name in window if name.startswith(prefix) and number(window, name)]
+
+
 def values(history: History, *names: str) -> list[float]:
     """The finite values, window by window; a window without the metric is passed over."""
     found = (number(window, *names) for window in history)
@@ -94,6 +99,7 @@ __all__ = [
     "at_start",
     "last_steps",
     "lasting",
+    "not_zero",
     "number",
     "recent",
     "rise_in_errors",
