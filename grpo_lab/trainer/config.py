@@ -24,6 +24,7 @@ from grpo_lab.trainer.settings.knobs import with_registered
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.reference import check_kl, reference_every
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
+from grpo_lab.trainer.settings.stopping import max_hours
 
 
 @dataclass
@@ -55,6 +56,10 @@ class LabConfig(GRPOConfig):
             pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
         update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness: same_distribution|same_draws}``;
             ``None``: exact, ``skip``; under dropout exact in distribution with ``objective``, draw by draw without.
+        max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after which the optimizer
+            step under way is the last: a checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
+        stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``: ``STOP`` in
+            ``output_dir``.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -93,6 +98,13 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens, randomness."}
     )
 
+    max_hours: float | None = field(
+        default=None, metadata={"help": "Stop with a checkpoint after so many hours of this process."}
+    )
+    stop_file: str | None = field(
+        default=None, metadata={"help": "Stop with a checkpoint when this file is there; None: STOP in output_dir."}
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
         names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
@@ -106,6 +118,7 @@ class LabConfig(GRPOConfig):
         if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
             raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
         self.reference_every = reference_every(self.reference_every)
+        self.max_hours = max_hours(self.max_hours)
         check_batch_sizes(self)
         super().__post_init__()
         self.agree()

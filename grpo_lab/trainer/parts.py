@@ -18,8 +18,7 @@ from grpo_lab.trainer.metrics.progress import one_line_for
 from grpo_lab.trainer.prompts.sampler import PromptOrder
 from grpo_lab.trainer.proof.loss_proof import prove_loss
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
-from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
+from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.rollout.engine import SyncProof
 from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts
 from grpo_lab.trainer.rollout.thinking import thinking_rollout
@@ -49,8 +48,7 @@ class Parts:
         reference: the reference that follows the policy, and its way through checkpoints.
         kl: β of the KL in the reward.
         generation_buffer: the open generation batch, in checkpoints.
-        keeps_on_interrupt: Ctrl-C keeps a checkpoint.
-        step_end_checkpoint: SIGTERM does, too.
+        stop: a request to stop (signals, a file, hours) ends the run with a checkpoint.
     """
 
     def __init__(self, trainer: Any, given: Given) -> None:
@@ -71,19 +69,18 @@ class Parts:
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
-        self.keeps_on_interrupt = KeptOnInterrupt(trainer)
+        self.stop = StopOnRequest(trainer)
         self._call_back(trainer)
-        self.step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(trainer)
         self._only_model = bool(given.args.save_only_model)
         check_kl_in_reward(trainer)
         if trainer.use_vllm:
-            trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
+            trainer.vllm_generation.waiting = self.stop.wait
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:
-        trainer.add_callback(self.keeps_on_interrupt)
+        trainer.add_callback(self.stop)
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)
