@@ -112,7 +112,7 @@ def test_a_failure_leaves_what_was_there(error: Exception, trainer: Saves) -> No
 def test_a_folder_that_cannot_be_written(trainer: Saves) -> None:
     """Root may write in any folder; a file in its place stops root, too."""
     (trainer.run / SAVING).write_text("")
-    with pytest.raises(CheckpointNotWritten, match="NotADirectoryError|FileExistsError"):
+    with pytest.raises(CheckpointNotWritten, match=r"NotADirectoryError|FileExistsError"):
         save_whole(trainer, None, None, trainer.stock)
 
 
