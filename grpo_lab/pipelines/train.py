@@ -218,7 +218,7 @@ def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[st
     """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
     if asked is None or asked == "SIGINT":
         return
-    step = trainer.state.global_step
+    step = trainer.state.global_step or None
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
         write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})

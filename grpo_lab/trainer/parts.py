@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.trainer.critic.build import with_critic
@@ -100,13 +101,13 @@ class Parts:
         if training and self.optimizer_reset is not None:
             self.optimizer_reset.before_generation()
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """What a checkpoint needs beside TRL's files; called on every rank."""
-        self.prompts.save(folder)
-        self.generation_buffer.save(folder)
+    def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
+        """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one of all."""
+        together(lambda: self.prompts.save(folder))
+        together(lambda: self.generation_buffer.save(folder))
         if not self._only_model:
-            self.reference.save(folder)
-            self.kl.save(folder)
+            together(lambda: self.reference.save(folder))
+            together(lambda: self.kl.save(folder))
 
     def load(self, checkpoint: str | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""

@@ -24,9 +24,9 @@ class Saves:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.args = SimpleNamespace(should_save=True, local_process_index=0, save_total_limit=1, output_dir=str(run))
-        self.accelerator = SimpleNamespace(is_main_process=True)
+        self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
         self.state = TrainerState(global_step=4)
-        self.parts = SimpleNamespace(save=lambda folder: (Path(folder) / "ours.json").write_text("{}"))
+        self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
         self.recorder = SimpleNamespace(say=lambda words, level: self.events.append(words))
         self.events: list[str] = []
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written(trainer: Saves) -> None:
 
 def test_the_same_step_again_takes_the_place_of_the_first(trainer: Saves) -> None:
     for text in ("1", "2"):
-        trainer.parts.save = lambda folder, text=text: (Path(folder) / f"ours-{text}.json").write_text(text)
+        trainer.parts.save = lambda folder, _, text=text: (Path(folder) / f"ours-{text}.json").write_text(text)
         save_whole(trainer, None, None, trainer.stock)
     place = trainer.run / "checkpoint-4"
     assert sorted(path.name for path in place.glob("ours*")) == ["ours-2.json"]

@@ -6,8 +6,8 @@ list of files (``grpo_lab_checkpoint.json``) is written, all of it brought to th
 After that, as ever: the push to the hub, and the pruning of old ones (``save_total_limit``).
 
 A rank that cannot write (disk full, folder read-only) stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints
-are as they were. With FSDP or DeepSpeed the others may be inside a collective of the saving itself: there the rank's error ends its
-process, and the launcher ends the rest.
+are as they were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
+collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
 
 On nodes that share no file system each node's first process moves what lies on its own disk.
 """
@@ -48,23 +48,24 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
     best = trainer.state.best_model_checkpoint
     pushes: list[str] = []
 
-    def write() -> None:
-        trainer.parts.save(str(partial))
-        stock(model, trial)
+    def together(act: Callable[[], None]) -> None:
+        _together(trainer, place, act)
 
     with replaced(trainer, "args", picklable(trainer.args)):  # they travel into training_args.bin
         try:
-            _together(trainer, place, lambda: _empty(trainer, partial))
+            together(lambda: _empty(trainer, partial))
+            together(lambda: _empty_own_disk(trainer, partial))
             _best_of_before(trainer, run)
             with (
                 replaced(trainer, "_get_output_dir", lambda trial=None: str(partial.parent)),
                 replaced(trainer, "_push_from_checkpoint", pushes.append),
             ):
-                _together(trainer, place, write, alone=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+                trainer.parts.save(str(partial), together)
+                _together(trainer, place, lambda: stock(model, trial), alone=_has_collectives(trainer))
             if trainer.state.best_model_checkpoint == str(partial):
                 trainer.state.best_model_checkpoint = os.path.join(run, name)
-            _together(trainer, place, lambda: _settle(trainer, partial, place))
-            _together(trainer, place, lambda: _settle_own_disk(trainer, partial, place))
+            together(lambda: _settle(trainer, partial, place))
+            together(lambda: _settle_own_disk(trainer, partial, place))
         except BaseException:
             trainer.state.best_model_checkpoint = best
             raise
@@ -72,6 +73,12 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
             trainer._push_from_checkpoint(os.path.join(run, name))
     if trainer.args.should_save:
         _prune(trainer, run)
+
+
+def _has_collectives(trainer: Any) -> bool:
+    """Whether stock's saving is one that a rank cannot leave in the middle: shards, or the barrier before the best one is named."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return bool(trainer.accelerator.num_processes > 1 and (sharded or trainer.state.best_global_step))
 
 
 def _prune(trainer: Any, run: str) -> None:
@@ -131,8 +138,16 @@ def _said(place: Path, problem: str) -> str:
 
 
 def _empty(trainer: Any, partial: Path) -> None:
-    if trainer.args.local_process_index == 0:
+    if trainer.accelerator.is_main_process:
         shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
+        partial.mkdir(parents=True, exist_ok=True)
+
+
+def _empty_own_disk(trainer: Any, partial: Path) -> None:
+    """On a node with a disk of its own; on a common one there is no file left to remove."""
+    if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process:
+        if any(path.is_file() for path in partial.parent.rglob("*")):
+            shutil.rmtree(partial.parent, ignore_errors=True)
         partial.mkdir(parents=True, exist_ok=True)
 
 
