@@ -24,7 +24,7 @@ class Saves:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.args = SimpleNamespace(should_save=True, local_process_index=0, save_total_limit=1, output_dir=str(run))
-        self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+        self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
         self.state = TrainerState(global_step=4)
         self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
         self.recorder = SimpleNamespace(say=lambda words, level: self.events.append(words))

@@ -120,6 +120,7 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
     if problems:
         if trainer.args.local_process_index == 0:
             shutil.rmtree(place.parent / SAVING, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()  # whoever has the error finds nothing half written
         raise CheckpointNotWritten(_said(place, problems[0])) from fault
 
 
