@@ -49,12 +49,20 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
+    move_whole(partial, place)
+
+
+def move_whole(partial: Path, place: Path) -> None:
+    """The folder ``partial`` becomes ``place``, on the disk; an earlier ``place`` goes when the new one is there."""
     for inside in (*partial.rglob("*"), partial):
         _to_disk(inside)
+    earlier = partial.with_name(f"{partial.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
     if place.exists():
-        shutil.rmtree(place)
+        os.replace(place, earlier)
     os.replace(partial, place)
     _to_disk(place.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _to_disk(path: Path) -> None:
@@ -68,4 +76,4 @@ def _to_disk(path: Path) -> None:
         os.close(opened)
 
 
-__all__ = ["whole_folder", "write_whole", "write_whole_text"]
+__all__ = ["move_whole", "whole_folder", "write_whole", "write_whole_text"]

@@ -26,7 +26,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3, steps that could not be
     taken because of NaN (``guard.max_bad_steps``) 4.
 
-    A training that ended on a signal with a checkpoint (``enable_jit_checkpoint``): 75, ``EXIT_INTERRUPTED``.
+    A training that was asked to stop (SIGTERM, the stop file, ``max_hours``) and ended with a checkpoint: 75, Ctrl-C: 130; a
+    checkpoint that could not be written: 74.
     """
     working_folder_on_path()
     parser = _parser()
@@ -173,8 +174,9 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
         dry_run(recipe)
         return 0
     from grpo_lab.pipelines.console_noise import quiet
-    from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Interrupted
+    from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
     from grpo_lab.pipelines.train import train
+    from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     try:
         with quiet(known.verbose):
@@ -182,6 +184,11 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
     except Interrupted as stop:
         print(f"grpo-lab: {stop}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except CheckpointNotWritten as error:
+        if known.traceback:
+            raise
+        print(f"grpo-lab: error: {error}", file=sys.stderr)
+        return EXIT_NOT_WRITTEN
     return 0
 
 

@@ -21,6 +21,7 @@ MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "
 ALLOWED: dict[str, set[str]] = {
     "atomic": set(),
     "batch": set(),
+    "checkpoints": set(),
     "masked": set(),
     "nearest": set(),
     "reading": {"nearest"},
@@ -35,8 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "rollouts": BASE | {"verifiers"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"verifiers", "atomic", "reading"},
-    "pipelines": BASE | MIDDLE | {"verifiers", "atomic", "trainer", "evaluation", "testing", "reading"},
+    "trainer": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "reading"},
+    "pipelines": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "trainer", "evaluation", "testing", "reading"},
     "evaluation": BASE | MIDDLE | {"verifiers", "atomic", "trainer"},
     "cli": BASE | MIDDLE | {"verifiers", "trainer", "pipelines", "evaluation", "testing"},
     "__init__": {"trainer", "objectives", "advantages"},

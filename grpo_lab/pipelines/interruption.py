@@ -1,15 +1,19 @@
-"""SIGTERM with ``enable_jit_checkpoint``: the run ends after its checkpoint, not finished, to be gone on with."""
+"""A run that was asked to stop: it ends after its checkpoint, not finished, to be gone on with."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
 from typing import Any
 
-#: Exit code of a run that ended on a signal after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished.
+#: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished.
 EXIT_INTERRUPTED = 75
+
+#: Exit code of a run whose checkpoint could not be written (EX_IOERR).
+EXIT_NOT_WRITTEN = 74
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupted(Exception):
@@ -21,49 +25,34 @@ class Interrupted(Exception):
 
 
 class Termination:
-    """Remembers that the run was asked to end, beside transformers' own handler, which saves the checkpoint.
+    """SIGTERM and SIGUSR1 around the stages of a run: during the training the trainer's own handler is in force.
 
-    SIGUSR1 asks for the same: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that
-    ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Outside of the training, where there is nothing to
-    save, SIGUSR1 ends the run at once. Without ``enable_jit_checkpoint`` nothing is touched: the process ends at once, and the
-    last checkpoint is what there is.
+    Outside of it there is nothing to save: the run ends at once, with the same exit code. SIGUSR1 asks for the same as SIGTERM: a
+    launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that ignores SIGUSR1 leaves them their
+    time (``scripts/slurm/train.sbatch``). Where no checkpoints are asked for nothing is touched, and a signal ends the process.
     """
 
-    def __init__(self, folder: Path, enabled: bool) -> None:
-        self.asked: str | None = None
-        self.folder, self.enabled = folder, enabled
+    def __init__(self, folder: Path, config: Any) -> None:
+        self.folder = folder
+        saves = (
+            str(getattr(config.save_strategy, "value", config.save_strategy)) != "no" or config.enable_jit_checkpoint
+        )
+        self.enabled = bool(saves) and threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Termination:
         if self.enabled:
-            self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-            signal.signal(signal.SIGUSR1, self._leave)
+            self._before = {number: signal.signal(number, self._leave) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    @contextmanager
-    def in_training(self, trainer: Any) -> Iterator[None]:
-        """While ``trainer`` trains. transformers' handler is in place since the trainer was built."""
-        if self.enabled:
-            saves = signal.getsignal(signal.SIGTERM)
-            for number in self._before:
-                signal.signal(number, self._noting(saves))
-        try:
-            yield
-        finally:
-            if self.enabled:
-                signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
-                signal.signal(signal.SIGUSR1, self._leave)
-
-    def _noting(self, saves: Any) -> Callable[[int, Any], None]:
-        def note(number: int, frame: Any) -> None:
-            self.asked = signal.Signals(number).name
-            saves(number, frame)
-
-        return note
+    def ask(self, trainer: Any) -> None:
+        """``trainer`` is about to train: it answers both signals, and comes back here."""
+        trainer.parts.stop.signals = list(SIGNALS)
+        trainer.parts.stop.returns = True
 
     def _leave(self, number: int, _frame: Any) -> None:
         raise Interrupted(signal.Signals(number).name, None, self.folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import TrainerCallback
 
+from grpo_lab.checkpoints import SAVING, newest_whole, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 
@@ -31,7 +32,7 @@ CANNOT_CHANGE_THE_PAST = frozenset(
         "logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print",
         "log_unique_prompts", "log_level", "log_level_replica", "log_on_each_node", "report_to", "run_name", "project",
         "trackio_space_id", "disable_tqdm",
-        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node",
+        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "max_hours", "stop_file",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size", "num_generations_eval",
@@ -42,9 +43,6 @@ CANNOT_CHANGE_THE_PAST = frozenset(
 )  # fmt: skip
 SECTIONS_AFTER = ("evaluation", "eval_dataset", "model.expected")
 """Measured beside the training, not part of it."""
-
-INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""transformers' mark of a checkpoint on a signal that was not finished."""
 
 
 @dataclass(frozen=True)
@@ -108,68 +106,6 @@ def _shown(value: Any) -> str:
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def step_of(checkpoint: Path) -> int:
-    """Finished optimizer steps, from the folder's name; -1 for another name."""
-    number = checkpoint.name.removeprefix("checkpoint-")
-    return int(number) if number.isascii() and number.isdigit() else -1
-
-
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and why each newer one was passed over."""
-    passed: list[str] = []
-    found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
-    for checkpoint in sorted(found, key=step_of, reverse=True):
-        broken = what_is_broken(checkpoint)
-        if broken is None:
-            return checkpoint, passed
-        passed.append(f"{checkpoint.name} ({broken})")
-    return None, passed
-
-
-def what_is_broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the weights."""
-    if (checkpoint / INCOMPLETE).exists():
-        return f"{INCOMPLETE} stands in it: saving was not finished"
-    try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "no trainer_state.json, which is written last: saving was not finished"
-    except ValueError as error:
-        return f"trainer_state.json is damaged: {error}"
-    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
-        return "trainer_state.json is of another step"
-    return broken_weights(checkpoint) or next(filter(None, map(_broken_pickle, sorted(checkpoint.glob("*.pt*")))), None)
-
-
-def broken_weights(folder: Path) -> str | None:
-    """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            return f"{index.name} is damaged: {error}"
-    else:
-        names = [path.name for path in folder.glob("*.safetensors")]
-    sharded = any(folder.glob("pytorch_model*")) or any(folder.glob("global_step*"))  # FSDP's and DeepSpeed's own forms
-    if not names and not sharded:
-        return "it holds no weights"
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt"):  # checks the length of the file against its head
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{name} is not whole: {error}"
-    return None
-
-
-def _broken_pickle(file: Path) -> str | None:
-    """torch.save writes a zip file, whose list of contents stands at its end."""
-    return None if zipfile.is_zipfile(file) else f"{file.name} is not whole"
-
-
 def set_aside(folder: Path, newest: Path | None) -> None:
     """Checkpoints newer than ``newest`` are no longer found as such: their steps will be done, and saved, again."""
     for checkpoint in folder.glob("checkpoint-*"):
@@ -200,6 +136,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
         for why in passed:
             console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
         set_aside(folder, newest)
+        shutil.rmtree(folder / SAVING, ignore_errors=True)
         if newest is not None:
             console.print(f"going on from {newest.name}", highlight=False)
         elif "parameters" in record:  # written when the training began

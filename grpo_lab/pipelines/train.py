@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 
+from grpo_lab.checkpoints import broken_weights
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.health import last_verdict
 from grpo_lab.evaluation.run_record import read_run
@@ -20,7 +21,7 @@ from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.interruption import Interrupted, Termination
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, broken_weights, going_on, newest_whole, step_of
+from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, going_on
 from grpo_lab.pipelines.run_folder import (
     MetricsFile,
     claim,
@@ -30,6 +31,7 @@ from grpo_lab.pipelines.run_folder import (
     versions,
     write_run,
 )
+from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
 console = Console()
@@ -50,12 +52,12 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
 
     Raises:
         ValueError: a setting that cannot be, or a folder that is not this run's.
-        Interrupted: asked to end by a signal, with ``enable_jit_checkpoint``; the run can be resumed.
+        Interrupted: asked to stop, by a signal, the stop file or ``max_hours``; the run can be resumed.
     """
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
     check_trackers(config.report_to)
-    with Termination(recipe.output_dir, config.enable_jit_checkpoint) as termination:
+    with Termination(recipe.output_dir, config) as termination:
         return _stages(recipe, config, overwrite, resume, termination)
 
 
@@ -65,6 +67,8 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
         refuse_folder(recipe, overwrite, resume)
     materials = Materials.of(recipe, config)  # a mistake in them leaves the folder as it was
     if state.is_main_process:
+        if resume:
+            refuse_another_run(recipe.output_dir, materials.rows, state.num_processes, config.max_steps)
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
     folder = recipe.output_dir
@@ -174,18 +178,24 @@ def _reinforce(
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
-    with termination.in_training(trainer):
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except AtTheEnd:
-            console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
+    termination.ask(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except AtTheEnd:
+        console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
+    except KeyboardInterrupt:
+        _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
+        raise
     seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
-    _end_if_asked(trainer, termination, folder, record)
+    _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
     trainer.save_model(str(folder))
     trainer.create_model_card(model_name=recipe.name)
     record["trained"] = trainer.state.global_step
     if main:
         write_run(folder, record)
+    late = next(filter(None, gather_object([trainer.parts.stop.late])), None)
+    if late is not None:  # the training is done and kept; what is left is the evaluation
+        raise Interrupted(late, None, folder)
     return record
 
 
@@ -204,17 +214,12 @@ def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials
     )
 
 
-def _end_if_asked(trainer: Any, termination: Termination, folder: Path, record: dict[str, Any]) -> None:
-    """Raise ``Interrupted`` on every process if one was asked to end; see to it that there is a checkpoint."""
-    asked = next(filter(None, gather_object([termination.asked])), None)
-    if asked is None:
+def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:
+    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
+    if asked is None or asked == "SIGINT":
         return
-    newest, _ = newest_whole(folder)
-    if newest is None or step_of(newest) < trainer.state.global_step - 1:  # asked for after the last chance to save
-        trainer._save_checkpoint(trainer.model, trial=None)
-        newest, _ = newest_whole(folder)
+    step = trainer.state.global_step or None
     trainer.accelerator.wait_for_everyone()
-    step = trainer.state.global_step if newest is None else step_of(newest)
     if trainer.accelerator.is_main_process:
         write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})
     raise Interrupted(asked, step, folder)
@@ -266,6 +271,8 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "template": recipe.data.template,
         "objective": trainer.algorithm.names,
         "rewards": [asdict(reward) for reward in rewards_in_force(recipe, trainer)],
+        "rows": rows_fingerprint(rows),
+        "processes": trainer.accelerator.num_processes,
         "seed": trainer.args.seed,
         "settings": dict(recipe.arguments),
         "exact_update": trainer.exact_update.described(),

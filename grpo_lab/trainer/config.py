@@ -24,6 +24,7 @@ from grpo_lab.trainer.settings.knobs import with_registered
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.reference import check_kl, reference_every
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
+from grpo_lab.trainer.settings.stopping import max_hours
 
 
 @dataclass
@@ -57,6 +58,10 @@ class LabConfig(GRPOConfig):
             ``None``: exact, ``skip``; under dropout exact in distribution with ``objective``, draw by draw without.
         guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine log-prob that is
             not finite is left out on every rank, and so many in a row stop the run; ``None``: on with ``objective``, off without.
+        max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after which the optimizer
+            step under way is the last: a checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
+        stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``: ``STOP`` in
+            ``output_dir``.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -97,6 +102,12 @@ class LabConfig(GRPOConfig):
     guard: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "'off' or a mapping with max_bad_steps, save: steps that are not finite."}
     )
+    max_hours: float | None = field(
+        default=None, metadata={"help": "Stop with a checkpoint after so many hours of this process."}
+    )
+    stop_file: str | None = field(
+        default=None, metadata={"help": "Stop with a checkpoint when this file is there; None: STOP in output_dir."}
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
@@ -111,6 +122,7 @@ class LabConfig(GRPOConfig):
         if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
             raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
         self.reference_every = reference_every(self.reference_every)
+        self.max_hours = max_hours(self.max_hours)
         check_batch_sizes(self)
         super().__post_init__()
         self.agree()

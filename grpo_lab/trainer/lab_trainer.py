@@ -32,6 +32,7 @@ from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
+from grpo_lab.trainer.resume.checkpoint import chosen, save_whole
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
 from grpo_lab.trainer.rollout.prompt_fit import check_room
@@ -148,6 +149,10 @@ class LabTrainer(GRPOTrainer):
             )
         return self.algorithm.objective.token_loss(batch)
 
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        with self.parts.stop.in_force():
+            return super().train(chosen(self, resume_from_checkpoint), trial, ignore_keys_for_eval)
+
     # -- prompts -----------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -245,12 +250,7 @@ class LabTrainer(GRPOTrainer):
             super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.parts.step_end_checkpoint.takes_over():
-            return
-        folder = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        self.parts.save(folder)
-        with trl_bridge.replaced(self, "args", picklable(self.args)):
-            super()._save_checkpoint(model, trial)
+        save_whole(self, model, trial, super()._save_checkpoint)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.trainer.critic.build import with_critic
@@ -18,8 +19,7 @@ from grpo_lab.trainer.metrics.progress import one_line_for
 from grpo_lab.trainer.prompts.sampler import PromptOrder
 from grpo_lab.trainer.proof.loss_proof import prove_loss
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.resume.interrupt import KeptOnInterrupt
-from grpo_lab.trainer.resume.jit_checkpoint import StepEndCheckpoint
+from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.rollout.engine import SyncProof
 from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts
 from grpo_lab.trainer.rollout.thinking import thinking_rollout
@@ -51,8 +51,7 @@ class Parts:
         reference: the reference that follows the policy, and its way through checkpoints.
         kl: β of the KL in the reward.
         generation_buffer: the open generation batch, in checkpoints.
-        keeps_on_interrupt: Ctrl-C keeps a checkpoint.
-        step_end_checkpoint: SIGTERM does, too.
+        stop: a request to stop (signals, a file, hours) ends the run with a checkpoint.
     """
 
     def __init__(self, trainer: Any, given: Given) -> None:
@@ -74,13 +73,12 @@ class Parts:
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
-        self.keeps_on_interrupt = KeptOnInterrupt(trainer)
+        self.stop = StopOnRequest(trainer)
         self._call_back(trainer)
-        self.step_end_checkpoint = StepEndCheckpoint.in_place_of_hfs(trainer)
         self._only_model = bool(given.args.save_only_model)
         check_kl_in_reward(trainer)
         if trainer.use_vllm:
-            trainer.vllm_generation.waiting = self.keeps_on_interrupt.wait
+            trainer.vllm_generation.waiting = self.stop.wait
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
             elif self.guard.faults is not None:
@@ -88,7 +86,7 @@ class Parts:
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:
-        trainer.add_callback(self.keeps_on_interrupt)
+        trainer.add_callback(self.stop)
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)
@@ -108,14 +106,14 @@ class Parts:
         if training and self.optimizer_reset is not None:
             self.optimizer_reset.before_generation()
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """What a checkpoint needs beside TRL's files; called on every rank."""
-        self.prompts.save(folder)
-        self.generation_buffer.save(folder)
-        self.guard.save(folder)
+    def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
+        """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one of all."""
+        together(lambda: self.prompts.save(folder))
+        together(lambda: self.generation_buffer.save(folder))
+        together(lambda: self.guard.save(folder))
         if not self._only_model:
-            self.reference.save(folder)
-            self.kl.save(folder)
+            together(lambda: self.reference.save(folder))
+            together(lambda: self.kl.save(folder))
 
     def load(self, checkpoint: str | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""

@@ -1,4 +1,5 @@
-"""One training, one resumed inside a generation batch, one stopped by SIGTERM on one rank, and one whose second rank lost its file.
+"""One training, one resumed inside a generation batch, one stopped by SIGTERM on one rank, one whose second rank
+cannot write, and one whose second rank lost its file.
 
     accelerate launch --config_file … tests/distributed/resume_worker.py MODEL OUT
 
@@ -12,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 from grpo_lab.trainer.resume.generation_buffer import rows_file
 from parity.harness import arguments, problems
 
@@ -55,16 +56,9 @@ class Judge:
 class Terminated(TrainerCallback):  # type: ignore[misc]
     """SIGTERM on the first rank alone, while step ``STOP`` is collected."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
-
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == STOP - 1 and args.process_index == 0:
-            manager = self.trainer.parts.step_end_checkpoint.jit_manager
-            manager.kill_wait = 0
             os.kill(os.getpid(), signal.SIGTERM)
-            while not manager.is_checkpoint_requested:
-                time.sleep(0.01)
 
 
 def build(model: str, out: Path, **changes: Any) -> LabTrainer:
@@ -81,6 +75,10 @@ def build(model: str, out: Path, **changes: Any) -> LabTrainer:
         train_dataset=problems(16),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
+
+
+def disk_full(_folder: str) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def weights(trainer: LabTrainer) -> torch.Tensor:
@@ -103,13 +101,21 @@ def main(model: str, out: str) -> None:
     again.train(resume_from_checkpoint=str(place))
     rank = whole.accelerator.process_index
     stopped = build(model, folder / "stopped", enable_jit_checkpoint=True, save_strategy="no")
-    terminated = Terminated()
-    terminated.trainer = stopped
-    stopped.add_callback(terminated)
+    stopped.add_callback(Terminated())
     stopped.train()
     after = build(model, folder / "after")
     after.train(resume_from_checkpoint=str(folder / "stopped" / f"checkpoint-{STOP}"))
+    full = build(model, folder / "full", max_steps=STOP)
+    if rank == 1:
+        full._save_rng_state = disk_full
+    told = ""
+    try:
+        full.train()
+    except CheckpointNotWritten as error:
+        told = str(error)
     report = {
+        "not written": told,
+        "left of it": [path.name for path in (folder / "full").glob("*") if path.is_dir()],
         "stopped at": stopped.state.global_step,
         "weights equal after SIGTERM": torch.equal(weights(after), weights(whole)),
         "weights equal": torch.equal(weights(again), weights(whole)),

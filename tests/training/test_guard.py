@@ -5,6 +5,7 @@ The metrics: `guard/left_out`, `guard/loss`, `guard/gradient`, `guard/reward`, `
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
@@ -208,7 +210,8 @@ def test_last_good(tmp_path: Path) -> None:
     assert "There is no checkpoint" in last_good(str(tmp_path), 3)
     for step in (2, 4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        save_file({"weight": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "checkpoint-3").mkdir()  # half written
     assert f"{tmp_path}/checkpoint-2;" in last_good(str(tmp_path), 3)
     assert f"{tmp_path}/checkpoint-10;" in last_good(str(tmp_path), 10)

@@ -19,9 +19,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from grpo_lab.checkpoints import what_is_broken
 from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.recipe import recipe_from
-from grpo_lab.pipelines.resume import what_is_broken
 from grpo_lab.pipelines.train import train
 from grpo_lab.rollouts.server_token import VARIABLE
 
@@ -52,7 +52,7 @@ GOOD: dict[str, Any] = {
 }
 TIMES = ("step_time",)
 TEAM = '''
-import os, signal, time
+import os, signal
 from transformers import TrainerCallback
 from grpo_lab import LabTrainer
 
@@ -60,14 +60,13 @@ def vowels(completions, **_):
     return [sum(c in "aeiou" for c in str(text)) / 10 for text in completions]
 
 class Ask(TrainerCallback):
-    """Asks its own process to end before step 3, once, and leaves transformers its three seconds."""
+    """Asks its own process to end in step 3, once."""
     def __init__(self, signal_name: str, asked: str):
         self.name, self.asked = signal_name, asked
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == 2 and not os.path.exists(self.asked):
             open(self.asked, "w").close()
             os.kill(os.getpid(), getattr(signal, self.name))
-            time.sleep(3.3)
 
 class Mine(LabTrainer):
     """A team's."""
@@ -241,7 +240,6 @@ def asked(home: Path, name: str) -> dict[str, Any]:
         **GOOD,
         "trainer": "pipeline_team:Mine",
         "callbacks": [{"name": "pipeline_team:Ask", "signal_name": name, "asked": str(home / f"asked.{name}")}],
-        "enable_jit_checkpoint": True,
         "output_dir": str(home / f"asked-{name}"),
     }
 
@@ -280,3 +278,23 @@ def test_asked_by_the_launcher_and_gone_on_with(home: Path) -> None:
     assert run_of(folder)["finished"] is True
     assert "interrupted" not in run_of(folder)
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
+
+
+def test_when_its_hours_are_over_it_stops_and_is_gone_on_with_to_the_bit(home: Path, whole: Path) -> None:
+    recipe = recipe_from({**GOOD, "output_dir": str(home / "hours"), "max_hours": 1e-6})
+    with pytest.raises(Interrupted, match="max_hours: stopped at step 1"):
+        train(recipe)
+    stopped(recipe.output_dir, "max_hours")
+    again(recipe.output_dir)
+    same(recipe.output_dir, whole)
+    assert not (recipe.output_dir / "_saving").exists()
+
+
+def test_rows_that_have_changed_leave_the_run_as_it_was(whole: Path) -> None:
+    folder = copy(whole, "other-rows", 2)
+    record = run_of(folder)
+    (folder / "run.json").write_text(json.dumps({**record, "rows": {**record["rows"], "fingerprint": "another"}}))
+    stamps = {path: stamp(path) for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"has changed since: 32 rows \(another\) → 32 rows"):
+        again(folder)
+    assert stamps == {path: stamp(path) for path in folder.rglob("*") if path.is_file()}

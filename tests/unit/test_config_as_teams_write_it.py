@@ -41,6 +41,8 @@ OURS: dict[str, Any] = {
     "reward_schedules": {"accuracy_reward": {"kind": "warmup", "start": 10, "value": 0.5}},
     "reset_optimizer": True,
     "reference_every": 400,
+    "max_hours": 23.5,
+    "stop_file": "/tmp/stop here",
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
     "guard": {"max_bad_steps": 5, "save": False},
@@ -73,6 +75,8 @@ def same(a: LabConfig, b: LabConfig) -> bool:
         "reward_weights",
         "reset_optimizer",
         "reference_every",
+        "max_hours",
+        "stop_file",
     )
     flat += ("steps_per_generation", "generation_batch_size", "importance_sampling_level")
     return a.lab_settings == b.lab_settings and all(getattr(a, name) == getattr(b, name) for name in flat)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
 
+from grpo_lab.checkpoints import MARK, mark_of, newest_whole, what_is_broken
 from grpo_lab.pipelines.recipe import Recipe, recipe_from
-from grpo_lab.pipelines.resume import cut_metrics, newest_whole, set_aside, what_is_broken
+from grpo_lab.pipelines.resume import cut_metrics, set_aside
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
+from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.train import train
 
 WRITTEN: dict[str, Any] = {
@@ -197,6 +200,60 @@ def test_a_checkpoint_without_an_optimizer_is_whole_where_only_the_model_was_sav
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (place / name).unlink()
     assert what_is_broken(place) is None  # `save_only_model`
+
+
+def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
+    """Shards of FSDP have no list of their own. A text edited by hand, a file more, and the one that docs/resume.md lets go are fine."""
+    place = save(tmp_path, 3)
+    shard = place / "optimizer_0" / "__1_0.distcp"
+    shard.parent.mkdir()
+    shard.write_bytes(b"0" * 100)
+    (place / "grpo_lab_generation.json").write_text("{}")
+    (place / MARK).write_text(json.dumps(mark_of(place, 3)))
+    assert what_is_broken(place) is None
+    (place / "grpo_lab_generation.json").unlink()
+    (place / "trainer_state.json").write_text('{"global_step": 3}')
+    (place / "notes.txt").write_text("of the team's")
+    assert what_is_broken(place) is None
+    shard.write_bytes(b"0" * 99)
+    assert what_is_broken(place) == "optimizer_0/__1_0.distcp has 99 bytes of 100"
+    shard.unlink()
+    assert what_is_broken(place) == "optimizer_0/__1_0.distcp is missing"
+
+
+# -- what the recipe does not say ------------------------------------------------------------------------------------------
+
+
+def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
+    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "finished": False})
+    again = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
+    refuse_another_run(tmp_path, again, 2, 4)
+    before = (tmp_path / "run.json").read_bytes()
+    changed = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "3"]})
+    with pytest.raises(ValueError, match=r"has changed since: 2 rows \(.*→ 2 rows"):
+        refuse_another_run(tmp_path, changed, 2, 4)
+    with pytest.raises(ValueError, match=r"has changed since"):
+        refuse_another_run(tmp_path, again.select([1, 0]), 2, 4)
+    with pytest.raises(ValueError, match=r"by 2 process\(es\), and this is 4"):
+        refuse_another_run(tmp_path, again, 4, 4)
+    assert (tmp_path / "run.json").read_bytes() == before
+    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "trained": 4, "finished": False})
+    refuse_another_run(tmp_path, changed, 1, 4)  # only the evaluation is left
+    with pytest.raises(ValueError, match="has changed since"):
+        refuse_another_run(tmp_path, changed, 2, 8)
+    write_run(tmp_path, {"finished": False})
+    refuse_another_run(tmp_path, changed, 1, 4)  # of an earlier version, which wrote neither
+
+
+def test_an_output_folder_that_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"`output_dir` .*cannot be written: .*file: that is no folder"):
+        claim(given(tmp_path / "file" / "o"), overwrite=False, resume=False)
+    monkeypatch.setattr("os.access", lambda place, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match=r"cannot be written: .*nothing may be written there; choose another"):
+        claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    assert not (tmp_path / "o").exists()
 
 
 def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:

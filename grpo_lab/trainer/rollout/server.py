@@ -20,7 +20,7 @@ from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
 from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused
 from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.trainer.resume.interrupt import kept
+from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_check import check_same_model, claim
 from grpo_lab.trainer.rollout.server_client import KeptFailure, LabVLLMClient, RequestRefused
@@ -192,7 +192,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
         lost = isinstance(fault, ServerGone)
         raise type(fault)(f"{fault}. {save_for_resume(trainer, NEW_SERVER if lost else MENDED)}") from fault
     except KeyboardInterrupt:
-        if not trainer.parts.keeps_on_interrupt.broke_off_a_wait:
+        if not trainer.parts.stop.broke_off_a_wait:
             raise
         save_for_resume(trainer, "")
         step = trainer.state.global_step

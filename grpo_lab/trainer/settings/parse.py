@@ -180,7 +180,13 @@ def load_object(reference: str, setting: str) -> Any:
 
 
 #: what ``LabConfig`` adds to TRL's fields
-OUR_FIELDS: tuple[str, ...] = (*LabSettings.__dataclass_fields__, "reset_optimizer", "reference_every")
+OUR_FIELDS: tuple[str, ...] = (
+    *LabSettings.__dataclass_fields__,
+    "reset_optimizer",
+    "reference_every",
+    "max_hours",
+    "stop_file",
+)
 
 
 def named_by(part: Any) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.atomic import write_whole_text
+from grpo_lab.checkpoints import step_of, what_is_broken
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
@@ -228,17 +229,14 @@ def _in_force(trainer: StepPort) -> GuardSettings | None:
 
 
 def last_good(folder: str, taken: int) -> str:
-    """A sentence that names the newest checkpoint with the weights of a step that was taken.
+    """A sentence that names the newest whole checkpoint with the weights of a step that was taken.
 
     Args:
         folder: ``output_dir``.
         taken: the last optimizer step that was taken.
     """
-    steps = sorted(
-        int(place.name.removeprefix("checkpoint-"))
-        for place in Path(folder).glob("checkpoint-*")
-        if place.name.removeprefix("checkpoint-").isdecimal() and (place / "trainer_state.json").is_file()
-    )
+    places = [place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0]
+    steps = sorted(step_of(place) for place in places if what_is_broken(place) is None)
     good = [step for step in steps if step <= taken] or steps[:1]
     if not good:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."

@@ -1,0 +1,114 @@
+"""Which checkpoints of a run are whole: one rule for ``--resume``, for ``resume_from_checkpoint=True`` and for what errors say.
+
+A checkpoint is written into ``_saving/`` and moved to its name when it is whole, with a list of its files (``MARK``), so a folder
+``checkpoint-N`` of ours is whole. Those of stock TRL, of earlier versions, and whatever a file system or a hand has cut since, are looked
+at: heads and ends of their files, not the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+SAVING = "_saving"
+"""Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
+
+MARK = "grpo_lab_checkpoint.json"
+"""Written last: the step, and every file with its bytes."""
+
+DELETABLE = ("grpo_lab_generation.json", "grpo_lab_guard.json", "grpo_lab_kl.json")
+"""May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
+
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""transformers' mark of a checkpoint on a signal that was not finished."""
+
+
+def step_of(checkpoint: Path) -> int:
+    """Finished optimizer steps, from the folder's name; -1 for another name."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in ``folder``, and why each newer one was passed over."""
+    passed: list[str] = []
+    found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
+    for checkpoint in sorted(found, key=step_of, reverse=True):
+        broken = what_is_broken(checkpoint)
+        if broken is None:
+            return checkpoint, passed
+        passed.append(f"{checkpoint.name} ({broken})")
+    return None, passed
+
+
+def what_is_broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the weights."""
+    if (checkpoint / INCOMPLETE).exists():
+        return f"{INCOMPLETE} stands in it: saving was not finished"
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no trainer_state.json, which is written last: saving was not finished"
+    except ValueError as error:
+        return f"trainer_state.json is damaged: {error}"
+    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+        return "trainer_state.json is of another step"
+    pickles = next(filter(None, map(_broken_pickle, sorted(checkpoint.glob("*.pt*")))), None)
+    return broken_weights(checkpoint) or pickles or _against_mark(checkpoint)
+
+
+def broken_weights(folder: Path) -> str | None:
+    """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            return f"{index.name} is damaged: {error}"
+    else:
+        names = [path.name for path in folder.glob("*.safetensors")]
+    sharded = any(folder.glob("pytorch_model*")) or any(folder.glob("global_step*"))  # FSDP's and DeepSpeed's own forms
+    if not names and not sharded:
+        return "it holds no weights"
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt"):  # checks the length of the file against its head
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{name} is not whole: {error}"
+    return None
+
+
+def _broken_pickle(file: Path) -> str | None:
+    """torch.save writes a zip file, whose list of contents stands at its end."""
+    return None if zipfile.is_zipfile(file) else f"{file.name} is not whole"
+
+
+def mark_of(folder: Path, step: int) -> dict[str, Any]:
+    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MARK, *DELETABLE))
+    return {"step": step, "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}}
+
+
+def _against_mark(checkpoint: Path) -> str | None:
+    """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``)."""
+    try:
+        listed = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{MARK} is damaged: {error}"
+    for name, size in listed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".distcp") and file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes of {size}"
+    return None
+
+
+__all__ = ["MARK", "SAVING", "broken_weights", "mark_of", "newest_whole", "step_of", "what_is_broken"]

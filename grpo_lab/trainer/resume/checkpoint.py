@@ -1,0 +1,185 @@
+"""A checkpoint is there whole, under its name, or not at all: whoever reads the folder never meets half of one.
+
+transformers and TRL write file by file into ``checkpoint-N``; killed in between, that is the newest checkpoint, and a resume fails or goes
+on from it. Here everything (theirs, ours, a critic, the shards of every rank) goes into ``_saving/checkpoint-N``. When all ranks are done the
+list of files (``grpo_lab_checkpoint.json``) is written, all of it brought to the disk, and the folder moved to its name: one rename.
+After that, as ever: the push to the hub, and the pruning of old ones (``save_total_limit``).
+
+A rank that cannot write (disk full, folder read-only) stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints
+are as they were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
+collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
+
+On nodes that share no file system each node's first process moves what lies on its own disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from grpo_lab.atomic import move_whole, write_whole_text
+from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole
+from grpo_lab.trainer.resume.saved_arguments import picklable
+from grpo_lab.trainer.trl_bridge.replace import replaced
+
+
+class CheckpointNotWritten(RuntimeError):
+    """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
+
+
+def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
+    """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every rank.
+
+    Raises:
+        CheckpointNotWritten: on every rank where one of them could not write.
+    """
+    run = trainer._get_output_dir(trial=trial)
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    place, partial = Path(run) / name, Path(run) / SAVING / name
+    best = trainer.state.best_model_checkpoint
+    pushes: list[str] = []
+
+    def together(act: Callable[[], None]) -> None:
+        _together(trainer, place, act)
+
+    with replaced(trainer, "args", picklable(trainer.args)):  # they travel into training_args.bin
+        try:
+            together(lambda: _empty(trainer, partial))
+            together(lambda: _empty_own_disk(trainer, partial))
+            _best_of_before(trainer, run)
+            with (
+                replaced(trainer, "_get_output_dir", lambda trial=None: str(partial.parent)),
+                replaced(trainer, "_push_from_checkpoint", pushes.append),
+            ):
+                trainer.parts.save(str(partial), together)
+                _together(trainer, place, lambda: stock(model, trial), alone=_has_collectives(trainer))
+            if trainer.state.best_model_checkpoint == str(partial):
+                trainer.state.best_model_checkpoint = os.path.join(run, name)
+            together(lambda: _settle(trainer, partial, place))
+            together(lambda: _settle_own_disk(trainer, partial, place))
+        except BaseException:
+            trainer.state.best_model_checkpoint = best
+            raise
+        if pushes:
+            trainer._push_from_checkpoint(os.path.join(run, name))
+    if trainer.args.should_save:
+        _prune(trainer, run)
+
+
+def _has_collectives(trainer: Any) -> bool:
+    """Whether stock's saving is one that a rank cannot leave in the middle: shards, or the barrier before the best one is named."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return bool(trainer.accelerator.num_processes > 1 and (sharded or trainer.state.best_global_step))
+
+
+def _prune(trainer: Any, run: str) -> None:
+    """As transformers does at the end of its saving, where the new one does not lie under its name yet."""
+    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    rotate_checkpoints(output_dir=run, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+
+def chosen(trainer: Any, given: Any) -> Any:
+    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the newest.
+
+    Raises:
+        ValueError: there are checkpoints, and none is whole.
+    """
+    if given is not True:
+        return given
+    newest, passed = newest_whole(Path(trainer.args.output_dir))
+    if newest is None and passed:
+        raise ValueError(
+            f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole: {'; '.join(passed)}"
+        )
+    for why in passed:
+        trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
+    return given if newest is None else str(newest)
+
+
+def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = False) -> None:
+    """``act`` on every rank; an error of one is an error of all (``alone``: at once, of this rank)."""
+    fault: Exception | None = None
+    try:
+        act()
+    except Exception as error:  # OSError, safetensors' and torch's own, a team's: all mean that there is no checkpoint
+        fault = error
+    own = None if fault is None else f"{type(fault).__name__}: {fault}"
+    if alone and own is not None:
+        raise CheckpointNotWritten(_said(place, own)) from fault
+    told = gather_object([own])
+    problems = [f"rank {rank}: {words}" if len(told) > 1 else words for rank, words in enumerate(told) if words]
+    if problems:
+        if trainer.args.local_process_index == 0:
+            shutil.rmtree(place.parent / SAVING, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()  # whoever has the error finds nothing half written
+        raise CheckpointNotWritten(_said(place, problems[0])) from fault
+
+
+def _said(place: Path, problem: str) -> str:
+    newest, _ = newest_whole(place.parent)
+    kept = "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
+    try:
+        room = f" ({shutil.disk_usage(place.parent).free / 2**20:,.0f} MiB are free there)"
+    except OSError:
+        room = ""
+    return (
+        f"the checkpoint {place} could not be written{room}: {problem}. Nothing of it is left under that name, earlier checkpoints are "
+        f"as they were; {kept}. Mend that (room on the disk, the folder's permissions, `output_dir`, `save_total_limit`) and go on: "
+        "`grpo-lab train … --resume`"
+    )
+
+
+def _empty(trainer: Any, partial: Path) -> None:
+    if trainer.accelerator.is_main_process:
+        shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
+        partial.mkdir(parents=True, exist_ok=True)
+
+
+def _empty_own_disk(trainer: Any, partial: Path) -> None:
+    """On a node with a disk of its own; on a common one there is no file left to remove."""
+    if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process:
+        if any(path.is_file() for path in partial.parent.rglob("*")):
+            shutil.rmtree(partial.parent, ignore_errors=True)
+        partial.mkdir(parents=True, exist_ok=True)
+
+
+def _best_of_before(trainer: Any, run: str) -> None:
+    """As transformers: an evaluation after a checkpoint may have found that one the best; it looks where it writes."""
+    best, state = trainer.state.best_global_step, trainer.state
+    place = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{best}")
+    if best and best != state.global_step and os.path.exists(place):
+        state.best_model_checkpoint = place
+
+
+def _settle(trainer: Any, partial: Path, place: Path) -> None:
+    """The main process moves the folder to its name."""
+    if not trainer.accelerator.is_main_process:
+        return
+    if (
+        trainer.state.best_global_step == trainer.state.global_step
+    ):  # of this very step: written with the folder that it was in
+        trainer.state.save_to_json(str(partial / "trainer_state.json"))
+    write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+    move_whole(partial, place)
+    shutil.rmtree(partial.parent, ignore_errors=True)
+
+
+def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
+    """On a node with a disk of its own: its files (random numbers, shards) are still where they were written."""
+    if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process and partial.is_dir():
+        with contextlib.suppress(FileNotFoundError):  # one file system after all, whose client has not looked again
+            write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+            move_whole(partial, place)
+            shutil.rmtree(partial.parent, ignore_errors=True)
+
+
+__all__ = ["CheckpointNotWritten", "chosen", "save_whole"]

@@ -1,0 +1,228 @@
+"""Asked to stop: by whom, agreed over the ranks once an optimizer step, and a checkpoint of the step under way.
+
+    who asks                when it is heard                                             how ``train()`` ends after the checkpoint
+    SIGTERM                 ``save_strategy`` is not ``no``, or ``enable_jit_checkpoint``  the process ends by the signal, as it would have
+                                                                                       (``enable_jit_checkpoint``: it returns, as HF's)
+    SIGINT (Ctrl-C)         likewise                                                   ``KeyboardInterrupt`` that names the checkpoint
+    a stop file             always: ``stop_file``, else ``STOP`` in ``output_dir``           it returns; the file is removed
+    ``max_hours``             where it is set: hours of this process, from its start       it returns
+
+Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
+its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is written, at its end. An evaluation that is
+due at that step is left out. With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a
+run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step.
+
+HF's own answer to SIGTERM (transformers 5.17) comes three seconds later, inside whichever of its events is next: before the
+optimizer's step, where a resume has other completions, or before that step is logged. Ours takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+logger = logging.getLogger("grpo_lab")
+
+STOP_FILE, MAX_HOURS, CTRL_C = "stop file", "max_hours", "SIGINT"
+#: of two that ask at once the later one here is named
+REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
+
+
+class StopOnRequest(TrainerCallback):  # type: ignore[misc]
+    """One for a trainer.
+
+    Attributes:
+        reason: why the training stopped, one of ``REASONS``, the same on every rank; ``None`` while nobody asked.
+        returns: after a signal but Ctrl-C ``train()`` returns; else the signal is passed on.
+        signals: which of them, beside Ctrl-C.
+        broke_off_a_wait: the signal that ended a wait for a server.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self.signals = [signal.SIGTERM]
+        self.returns = bool(trainer.args.enable_jit_checkpoint)
+        self._before: dict[int, Any] = {}
+        self._waiting = False
+        self._forget()
+        _without_hfs(trainer)
+
+    def _forget(self) -> None:
+        self.reason: str | None = None
+        self.broke_off_a_wait: str | None = None
+        self._asked: str | None = None  # this process
+        self._saved: int | None = None  # step of the newest checkpoint of this training
+
+    # -- who asks --------------------------------------------------------------------------------------------------------
+
+    def _heard(self, number: int, frame: Any) -> None:
+        """The handler: a note, and the step goes on."""
+        trainer, name = self._trainer(), signal.Signals(number).name
+        under_way = trainer is not None and trainer.is_in_train
+        if not under_way:
+            self.put_back()
+            signal.raise_signal(number)  # to whoever would have had it
+        elif self._asked is None and not self._breaks_off():
+            self._asked = name
+            again = "; a second Ctrl-C ends at once, without one" if name == CTRL_C else ""
+            logger.warning("%s: this step is finished and a checkpoint written%s", name, again)
+        elif self._asked is None or name == CTRL_C:  # a scheduler may say SIGTERM twice
+            self.broke_off_a_wait = name if self._asked is None else None
+            before = self._before.get(number)
+            self.put_back()
+            if callable(before) and name == CTRL_C:
+                before(number, frame)
+            raise KeyboardInterrupt
+
+    def _breaks_off(self) -> bool:
+        """While the trainer waits for a server, there may be no end of the step to wait for."""
+        trainer = self._trainer()
+        return self._waiting and trainer is not None and trainer.accelerator.num_processes == 1
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Around a wait for a server."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def _is_asked(self, args: Any) -> bool:
+        """Whether any process was asked; the same answer on all of them, which all come here."""
+        trainer = self._trainer()
+        if self.reason is None and trainer is not None and trainer.is_in_train:
+            code = REASONS.index(self._asked or (self._standing(args) if args.process_index == 0 else ""))
+            accelerator = trainer.accelerator
+            if accelerator.num_processes > 1:
+                codes = accelerator.gather(torch.tensor([code], dtype=torch.long, device=accelerator.device))
+                code = int(codes.max())
+            self.reason = REASONS[code] or None
+        return self.reason is not None
+
+    def _standing(self, args: Any) -> str:
+        """What the main process looks at once a step: the file, and the time."""
+        if stop_file(args).exists():
+            return STOP_FILE
+        limit = getattr(args, "max_hours", None)
+        return MAX_HOURS if limit is not None and hours_of_this_process() >= limit else ""
+
+    # -- HF's events -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._forget()
+        saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" or args.enable_jit_checkpoint
+        if saves and threading.current_thread() is threading.main_thread() and not self._before:
+            for number in (signal.SIGINT, *self.signals):
+                self._before[number] = signal.signal(number, self._heard)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._is_asked(args):
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._is_asked(args):
+            control.should_training_stop = control.should_save = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._is_asked(args):
+            control.should_training_stop, control.should_evaluate = True, False
+            control.should_save = self._saved != state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved = state.global_step
+        if self._is_asked(args):
+            control.should_training_stop = True
+            self._kept(args, state)
+
+    def _kept(self, args: Any, state: Any) -> None:
+        folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        state.best_model_checkpoint = (
+            None  # HF would load it at the end, and with `save_total_limit: 1` remove this one
+        )
+        if self.reason == STOP_FILE and args.process_index == 0:
+            stop_file(args).unlink(missing_ok=True)  # a resumed run would stop at once
+        if self.reason == CTRL_C:
+            self.put_back()
+            raise KeyboardInterrupt(kept(folder, state.global_step))
+        if args.process_index == 0:
+            logger.warning("%s: %s", self.reason, kept(folder, state.global_step))
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def put_back(self) -> None:
+        """The handlers as they were."""
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+            self._before = {}
+
+    @property
+    def late(self) -> str | None:
+        """What this process was asked after the last moment at which it could be answered."""
+        return self._asked if self.reason is None else None
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Around ``train()``: the handlers come back however it ends; after one that ended by itself the signal is passed on."""
+        try:
+            yield
+        finally:
+            self.put_back()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The signal goes to whoever would have had it."""
+        name = self._asked or self.reason
+        if name == CTRL_C:
+            raise KeyboardInterrupt
+        if name is not None and name.startswith("SIG") and not self.returns:
+            signal.raise_signal(signal.Signals[name])
+
+
+def _without_hfs(trainer: GRPOTrainer) -> None:
+    """Take HF's callback out (``enable_jit_checkpoint``), and its handler."""
+    for callback in [each for each in trainer.callback_handler.callbacks if type(each) is JITCheckpointCallback]:
+        trainer.callback_handler.callbacks.remove(callback)
+        if callback.jit_manager is not None:
+            before = callback.jit_manager._original_sigterm_handler
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def stop_file(args: Any) -> Path:
+    """The file whose presence asks a run to stop: ``stop_file``, else ``STOP`` in ``output_dir``."""
+    given = getattr(args, "stop_file", None)
+    return Path(args.output_dir) / "STOP" if given is None else Path(given)
+
+
+def hours_of_this_process() -> float:
+    """Since the process was started: loading and waiting count, what an earlier process of the run took does not."""
+    return float(time.time() - psutil.Process().create_time()) / 3600
+
+
+def kept(folder: str, step: int) -> str:
+    """What an interrupted run says at its end."""
+    return (
+        f"interrupted after step {step}; a checkpoint was written to {folder}. Go on: `grpo-lab train … --resume`, or "
+        f"trainer.train(resume_from_checkpoint={folder!r})"
+    )
+
+
+__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "stop_file"]

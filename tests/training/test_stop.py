@@ -1,0 +1,191 @@
+"""Asked to stop in generation, scoring, update, saving or evaluation: the checkpoint that follows resumes to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from grpo_lab import KimiTrainer, LabTrainer
+from parity.harness import problems
+from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, inside, prompts_seen
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {**TWO_STEPS, "objective": "dapo"}
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def in_call(trainer: Any, method: str, number: int, act: Callable[[], None] = sigterm) -> None:
+    """``act`` when ``method`` is called the ``number``-th time, in the middle of what it does."""
+    stock, calls = getattr(trainer, method), [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            act()
+        return stock(*args, **kwargs)
+
+    setattr(trainer, method, counted)
+
+
+class At(TrainerCallback):  # type: ignore[misc]
+    """``act`` when ``event`` comes, ``step`` optimizer steps done before it."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], None] = sigterm) -> None:
+        def acting(_args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                act()
+
+        setattr(self, event, acting)
+
+
+def ready(folder: Path, kind: Any = LabTrainer, **changes: Any) -> Any:
+    """Stopped by SIGTERM its ``train`` returns, and checkpoints come on request only."""
+    return build(folder, kind, **{"enable_jit_checkpoint": True, "save_strategy": "no", **changes})
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = build(tmp_path_factory.mktemp("of") / "whole", **SETTINGS)
+    trainer.train()
+    return trainer
+
+
+#: two steps a generation: the second generation is in step 3
+MOMENTS: dict[str, Callable[[Any], None]] = {
+    "generation": lambda trainer: in_call(trainer, "_generate_single_turn", 2),
+    "scoring": lambda trainer: in_call(trainer, "_calculate_rewards", 2),
+    "collecting": lambda trainer: trainer.add_callback(At("on_substep_end", 2)),
+    "before the optimizer's step": lambda trainer: trainer.add_callback(At("on_pre_optimizer_step", 2)),
+    "after the optimizer's step": lambda trainer: trainer.add_callback(At("on_optimizer_step", 2)),
+    "between two steps": lambda trainer: trainer.add_callback(At("on_log", 2)),
+}
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_a_run_stopped_by_sigterm_goes_on_to_the_bit(moment: str, whole: Any, tmp_path: Path) -> None:
+    stopped = ready(tmp_path / "stopped", **SETTINGS)
+    MOMENTS[moment](stopped)
+    stopped.train()
+    place = tmp_path / "stopped" / "checkpoint-3"
+    assert saved(tmp_path / "stopped") == [place.name]
+    assert inside(place)
+    assert (stopped.state.global_step, stopped.parts.stop.reason) == (3, "SIGTERM")
+    again = build(tmp_path / "again", **SETTINGS)
+    again.train(resume_from_checkpoint=str(place))
+    assert_same(again, whole)
+    assert history(stopped)[:3] == history(whole)[:3]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_asked_while_a_checkpoint_is_written_it_is_the_one(whole: Any, tmp_path: Path) -> None:
+    """HF's next event came in the step after it."""
+    stopped = ready(tmp_path / "stopped", **SETTINGS, save_strategy="steps", save_steps=2)
+    in_call(stopped, "_save_rng_state", 1)
+    stopped.train()
+    assert saved(tmp_path / "stopped") == ["checkpoint-2"]
+    assert stopped.state.global_step == 2
+    again = build(tmp_path / "again", **SETTINGS)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-2"))
+    assert_same(again, whole)
+
+
+@pytest.mark.parametrize("kind", [LabTrainer, KimiTrainer])
+def test_where_a_generation_begins_in_the_step(kind: Any, tmp_path: Path) -> None:
+    """Step 3 generates: a checkpoint inside it would generate again with other random numbers. An odd logging window, too."""
+    settings: dict[str, Any] = {**TWO_ITERATIONS, "logging_steps": 2, "max_steps": 6}
+    if kind is LabTrainer:
+        settings["objective"] = "grpo"
+    whole = build(tmp_path / "whole", kind, **settings)
+    whole.train()
+    stopped = ready(tmp_path / "stopped", kind, **settings)
+    stopped.add_callback(At("on_pre_optimizer_step", 2))
+    stopped.train()
+    again = build(tmp_path / "again", kind, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    assert_same(again, whole)
+    assert prompts_seen(again) == prompts_seen(whole)[2:]
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_an_evaluation_that_is_due_is_left_out_and_one_under_way_is_the_last(best: bool, tmp_path: Path) -> None:
+    """Where only the best are saved (``save_strategy: best``), the evaluation's word is not the last one."""
+    for name, event, step, expected in (
+        ("due", "on_optimizer_step", 1, False),
+        ("under way", "on_prediction_step", 2, True),
+    ):
+        trainer = ready(tmp_path / name, **SETTINGS)
+        trainer.eval_dataset, trainer.args.eval_strategy, trainer.args.eval_steps = (
+            problems(4),
+            IntervalStrategy.STEPS,
+            2,
+        )
+        if best:
+            trainer.args.save_strategy, trainer.args.metric_for_best_model = SaveStrategy.BEST, "loss"
+            trainer.args.greater_is_better = True
+            trainer.add_callback(At("on_step_begin", 1, lambda state=trainer: setattr(state.state, "best_metric", 1e9)))
+        trainer.add_callback(At(event, step))
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert (tmp_path / name / "checkpoint-2" / "trainer_state.json").is_file()
+        assert any("eval_loss" in row for row in trainer.state.log_history) == expected
+
+
+def test_a_stop_file_and_the_hours(tmp_path: Path) -> None:
+    """Also where no checkpoints are asked for, and no signal is heard; the file goes, or a resumed run would stop at once."""
+    by_file = build(tmp_path / "file", **SETTINGS, save_strategy="no")
+    by_file.add_callback(At("on_substep_end", 1, lambda: (tmp_path / "file" / "STOP").touch()))
+    by_file.train()
+    assert (by_file.state.global_step, by_file.parts.stop.reason) == (2, "stop file")
+    assert not (tmp_path / "file" / "STOP").exists()
+    assert saved(tmp_path / "file") == ["checkpoint-2"]
+    elsewhere = tmp_path / "here"
+    elsewhere.touch()
+    named = build(tmp_path / "named", **SETTINGS, save_strategy="no", stop_file=str(elsewhere))
+    named.train()
+    assert named.state.global_step == 1
+    assert not elsewhere.exists()
+    by_hours = build(tmp_path / "hours", **SETTINGS, save_strategy="no", max_hours=1e-6)
+    by_hours.train()
+    assert (by_hours.state.global_step, by_hours.parts.stop.reason) == (1, "max_hours")
+
+
+def test_without_hfs_switch_the_process_ends_by_the_signal_one_checkpoint_later(tmp_path: Path) -> None:
+    """A handler of the script's gets it as it would have."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        trainer = build(tmp_path / "run", **SETTINGS, save_strategy="steps", save_steps=50)
+        trainer.add_callback(At("on_substep_end", 1, lambda: (sigterm(), sigterm())))  # twice is once
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    assert saved(tmp_path / "run") == ["checkpoint-2"]
+
+
+def test_the_end_of_a_stopped_run_leaves_its_checkpoint(tmp_path: Path) -> None:
+    """HF removes all but the best there (``save_total_limit: 1``), and may load the best."""
+    trainer = ready(tmp_path / "run", **SETTINGS, save_strategy="steps", save_steps=1, save_total_limit=1)
+
+    def best() -> None:
+        trainer.state.best_model_checkpoint = str(tmp_path / "run" / "checkpoint-1")
+
+    trainer.add_callback(At("on_step_begin", 1, best))
+    trainer.add_callback(At("on_substep_end", 1))
+    trainer.train()
+    assert saved(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]

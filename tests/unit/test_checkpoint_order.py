@@ -1,0 +1,133 @@
+"""In what order a checkpoint is written, moved, pushed and others pruned, and what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerState
+
+from grpo_lab.checkpoints import MARK, SAVING
+from grpo_lab.trainer.resume import checkpoint
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_whole
+
+
+class Saves:
+    """What ``save_whole`` asks of a trainer; its checkpoint is written as transformers writes one."""
+
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.args = SimpleNamespace(should_save=True, local_process_index=0, save_total_limit=1, output_dir=str(run))
+        self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
+        self.state = TrainerState(global_step=4)
+        self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
+        self.recorder = SimpleNamespace(say=lambda words, level: self.events.append(words))
+        self.events: list[str] = []
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self.run)
+
+    def _push_from_checkpoint(self, folder: str) -> None:
+        self.events.append(f"push {folder}")
+        assert (Path(folder) / MARK).is_file()
+
+    def stock(self, model: Any, trial: Any, then: Callable[[Path], None] = lambda folder: None) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        (folder / "model.safetensors").write_bytes(b"weights")
+        then(folder)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        self._push_from_checkpoint(str(folder))
+        self.events.append("written")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
+    made = Saves(tmp_path)
+    stock = checkpoint.rotate_checkpoints
+
+    def pruned(**kwargs: Any) -> None:
+        made.events.append("prune")
+        stock(**kwargs)
+
+    monkeypatch.setattr(checkpoint, "rotate_checkpoints", pruned)
+    return made
+
+
+def test_written_moved_pushed_and_only_then_others_pruned(trainer: Saves) -> None:
+    old, place, left = (trainer.run / name for name in ("checkpoint-2", "checkpoint-4", SAVING))
+    old.mkdir()
+    (left / "checkpoint-3").mkdir(parents=True)  # of a killed run
+    trainer.state.best_global_step = 4
+
+    def look(folder: Path) -> None:
+        assert folder == left / "checkpoint-4"
+        assert not place.exists()
+        assert not (left / "checkpoint-3").exists()
+
+    save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, look))
+    assert trainer.events == ["written", f"push {place}", "prune"]
+    assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-4"]
+    mark = json.loads((place / MARK).read_text())
+    assert mark["step"] == 4
+    assert set(mark["files"]) == {"model.safetensors", "ours.json", "trainer_state.json"}
+    assert trainer.state.best_model_checkpoint == str(place)
+    assert json.loads((place / "trainer_state.json").read_text())["best_model_checkpoint"] == str(place)
+
+
+def test_the_best_is_one_that_was_written_before(trainer: Saves) -> None:
+    """An evaluation after its checkpoint found it the best: transformers looks for it where it writes."""
+    (trainer.run / "checkpoint-2").mkdir()
+    trainer.state.best_global_step = 2
+    save_whole(trainer, None, None, trainer.stock)
+    best = json.loads((trainer.run / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert best == str(trainer.run / "checkpoint-2")
+    assert (trainer.run / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_failure_leaves_what_was_there(error: Exception, trainer: Saves) -> None:
+    (trainer.run / "checkpoint-2").mkdir()
+    trainer.state.best_model_checkpoint = "before"
+
+    def fails(_folder: Path) -> None:
+        raise error
+
+    with pytest.raises(CheckpointNotWritten, match=r"checkpoint-4 could not be written .*MiB are free") as caught:
+        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, fails))
+    assert str(error) in str(caught.value)
+    assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-2"]
+    assert trainer.events == []
+    assert trainer.state.best_model_checkpoint == "before"
+    assert trainer._get_output_dir() == str(trainer.run)
+
+
+def test_a_folder_that_cannot_be_written(trainer: Saves) -> None:
+    """Root may write in any folder; a file in its place stops root, too."""
+    (trainer.run / SAVING).write_text("")
+    with pytest.raises(CheckpointNotWritten, match=r"NotADirectoryError|FileExistsError"):
+        save_whole(trainer, None, None, trainer.stock)
+
+
+def test_the_same_step_again_takes_the_place_of_the_first(trainer: Saves) -> None:
+    for text in ("1", "2"):
+        trainer.parts.save = lambda folder, _, text=text: (Path(folder) / f"ours-{text}.json").write_text(text)
+        save_whole(trainer, None, None, trainer.stock)
+    place = trainer.run / "checkpoint-4"
+    assert sorted(path.name for path in place.glob("ours*")) == ["ours-2.json"]
+    assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-4"]
+
+
+def test_true_is_the_newest_whole_one(trainer: Saves) -> None:
+    assert chosen(trainer, True) is True  # none there: transformers says so
+    (trainer.run / "checkpoint-5").mkdir()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: checkpoint-5 \(no trainer_state.json"):
+        chosen(trainer, True)
+    assert [chosen(trainer, given) for given in (None, False, "there")] == [None, False, "there"]

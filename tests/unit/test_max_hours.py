@@ -1,0 +1,26 @@
+"""``max_hours``: what it may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_lab.trainer.resume.stop import hours_of_this_process
+from grpo_lab.trainer.settings.stopping import max_hours
+
+
+@pytest.mark.parametrize(("written", "hours"), [(None, None), (2, 2.0), ("23.5", 23.5), (0.25, 0.25)])
+def test_hours(written: Any, hours: float | None) -> None:
+    assert max_hours(written) == hours
+
+
+@pytest.mark.parametrize("written", [0, -1, True, "soon", float("nan"), float("inf"), [1]])
+def test_no_hours(written: Any) -> None:
+    with pytest.raises(ValueError, match=r"`max_hours` is .*; it must be a number of hours above 0"):
+        max_hours(written)
+
+
+def test_counted_from_the_start_of_the_process() -> None:
+    """Its start is known to a hundredth of a second; the imports above took some."""
+    assert 0 < hours_of_this_process() < 24
