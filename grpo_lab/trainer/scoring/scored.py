@@ -19,6 +19,7 @@ from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.prompts.sampler import row_numbers
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.scoring.carriers import Rewarded
 from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows
 from grpo_lab.trainer.scoring.steps import gathered_steps
@@ -50,7 +51,8 @@ class Scoring:
         made = self._made or [len(ids) for ids in completion_ids_list]
         tokens = [len(ids) for ids in completion_ids_list]
         of_rows = list(zip(made, tokens, cut, row_numbers(inputs), strict=True))
-        gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
+        with at("lengths of all completions"):
+            gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
         self._check(values, lengths.numel(), names)
