@@ -12,6 +12,7 @@ A side whose file is there to its last step is not run again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -89,7 +90,7 @@ def slope_of(steps: list[int], values: list[float], blocks: int = BLOCKS) -> Slo
     if len(values) < 2 * blocks:
         raise ValueError(f"{len(values)} samples after the warm-up are too few for {blocks} blocks of at least two")
     edges = [round(i * len(values) / blocks) for i in range(blocks + 1)]
-    parts = list(zip(edges, edges[1:], strict=False))
+    parts = list(itertools.pairwise(edges))
     x = [math.fsum(steps[a:b]) / (b - a) / 1000 for a, b in parts]
     y = [math.fsum(values[a:b]) / (b - a) for a, b in parts]
     line = stats.linregress(x, y)
