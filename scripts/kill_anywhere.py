@@ -14,16 +14,11 @@ Every attempt is a process (a group of them) forked from this one, which has eve
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import random
 import shutil
-import signal
-import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +27,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from kill_phases import PHASES, VARIABLE, PhaseFile
+from kill_phases import PHASES, VARIABLE, PhaseFile, stock
+from kill_processes import adopt_orphans, begin, ended, has_ended, kill, wait
 from safetensors.numpy import load_file
 
 RECIPE: dict[str, Any] = {
@@ -70,7 +66,6 @@ TIMES = (
     "total_flos",
 )
 LONGEST = 600.0
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
@@ -94,7 +89,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/kill_anywhere"))
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # ranks whose leader was killed become ours to wait for
+    adopt_orphans()
     found = {}
     for setting in args.of:
         found[setting] = Experiment(setting, args.folder / setting, args.steps, args.seed).until(args.kills)
@@ -158,7 +153,8 @@ class Experiment:
                 phase, times, share = draw.choice(PHASES), draw.randint(1, 4), draw.random()
                 if self.came_to(leader, phase, times):
                     time.sleep(share * seconds[phase])
-                    life.kills.append(self.kill(leader))
+                    kill(leader)
+                    life.kills.append(self.phases.read())
                     continue
             code = wait(leader)
             if code == 0:
@@ -180,72 +176,18 @@ class Experiment:
                 return True
             before = now
             time.sleep(0.0005)
-        os.killpg(leader, signal.SIGKILL)
+        kill(leader)
         raise TimeoutError(f"{self.setting}: no {phase} within {LONGEST:.0f} s; see {self.folder}/*.log")
-
-    def kill(self, leader: int) -> tuple[str, int]:
-        """SIGKILL to all of the group; where it was when it came."""
-        os.killpg(leader, signal.SIGKILL)
-        while True:  # the leader and its orphans
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                return self.phases.read()
 
     def start(self, folder: Path, first: bool) -> int:
         """The leader of a new process group, in which the run begins or goes on."""
         self.phases.write("starting", 0)
-        port = free_port()
-        log = folder.with_suffix(".log").open("ab")
-        leader = os.fork()
-        if leader:
-            log.close()
-            return leader
-        try:
-            os.setsid()
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            os.chdir(Path(__file__).parent)
-            os.environ[VARIABLE] = str(self.phases.path)
-            code = self.ranks_of(folder, first, port) if self.ranks > 1 else self.work(folder, first)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def ranks_of(self, folder: Path, first: bool, port: int) -> int:
-        """A process a rank; the first that fails ends all."""
-        alike = {
-            "WORLD_SIZE": self.ranks,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(self.ranks):
-            if os.fork() == 0:
-                os.environ |= {name: str(value) for name, value in {**alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                os.environ["ACCELERATE_USE_CPU"] = "true"
-                try:
-                    code = self.work(folder, first)
-                except BaseException:
-                    traceback.print_exc()
-                    code = 1
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        for _ in range(self.ranks):
-            code = os.waitstatus_to_exitcode(os.wait()[1])
-            if code != 0:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                os.killpg(0, signal.SIGTERM)
-                return 1
-        return 0
+        told = {VARIABLE: str(self.phases.path)}
+        return begin(lambda: self.work(folder, first), self.ranks, folder.with_suffix(".log"), told)
 
     def work(self, folder: Path, first: bool) -> int:
         if self.side == "stock":
-            return stock(self.recipe, folder)
+            return stock(self.recipe, folder, NOT_TRLS)
         from grpo_lab.cli import main as command
 
         words = ["train", "--config", str(self.folder / "recipe.yaml"), "--output_dir", str(folder)]
@@ -277,62 +219,6 @@ class Experiment:
         if code != 0:
             log = folder.with_suffix(".log")
             sys.exit(f"{self.setting}: exit code {code}; the end of {log}:\n{log.read_text(errors='replace')[-4000:]}")
-
-
-def stock(recipe: dict[str, Any], folder: Path) -> int:
-    """TRL's own trainer with the recipe's settings, from its last checkpoint where there is one."""
-    from kill_phases import Stock, digits
-    from transformers.trainer_utils import get_last_checkpoint
-    from trl import GRPOConfig
-
-    from grpo_lab.pipelines import parts
-    from grpo_lab.pipelines.recipe import recipe_from
-
-    read = recipe_from({**recipe, "output_dir": str(folder)})
-    model, tokenizer = parts.load_model(read.model, recipe["seed"])
-    folder.mkdir(parents=True, exist_ok=True)
-    if os.environ.get("RANK", "0") == "0" and not (folder / "cold_start").is_dir():
-        model.save_pretrained(folder / "cold_start")
-    settings = {name: value for name, value in recipe.items() if name not in NOT_TRLS}
-    trainer = Stock(
-        model=model,
-        reward_funcs=digits,
-        args=GRPOConfig(
-            output_dir=str(folder), report_to="none", loss_type="dr_grpo", scale_rewards="none", **settings
-        ),
-        train_dataset=parts.load_rows(read.data),
-        processing_class=tokenizer,
-    )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
-    trainer.save_model(str(folder))
-    if trainer.accelerator.is_main_process:
-        lines = [json.dumps(row) for row in trainer.state.log_history if "loss" in row]
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return 0
-
-
-# -- small ---------------------------------------------------------------------------------------------------------------
-
-
-def ended(leader: int) -> int | None:
-    """The exit code, once there is one."""
-    pid, status = os.waitpid(leader, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if pid else None
-
-
-def has_ended(leader: int) -> bool:
-    """Whether it did, with its exit code left for ``wait``."""
-    return os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def wait(leader: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

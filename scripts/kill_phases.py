@@ -6,6 +6,7 @@ they enter it and leave it. Nothing else differs.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,3 +87,34 @@ def digits(completions: list[Any], **_: Any) -> list[float]:
     return [
         (sum(c.isdigit() for c in str(text)) + sum(c in "cfilorux" for c in str(text)) / 3) / 10 for text in completions
     ]
+
+
+def stock(recipe: dict[str, Any], folder: Path, ours: tuple[str, ...]) -> int:
+    """TRL's own trainer with the recipe's settings, but for ``ours``, from its last checkpoint where there is one."""
+    from transformers.trainer_utils import get_last_checkpoint
+    from trl import GRPOConfig
+
+    from grpo_lab.pipelines import parts
+    from grpo_lab.pipelines.recipe import recipe_from
+
+    read = recipe_from({**recipe, "output_dir": str(folder)})
+    model, tokenizer = parts.load_model(read.model, recipe["seed"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("RANK", "0") == "0" and not (folder / "cold_start").is_dir():
+        model.save_pretrained(folder / "cold_start")
+    settings = {name: value for name, value in recipe.items() if name not in ours}
+    trainer = Stock(
+        model=model,
+        reward_funcs=digits,
+        args=GRPOConfig(
+            output_dir=str(folder), report_to="none", loss_type="dr_grpo", scale_rewards="none", **settings
+        ),
+        train_dataset=parts.load_rows(read.data),
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    trainer.save_model(str(folder))
+    if trainer.accelerator.is_main_process:
+        lines = [json.dumps(row) for row in trainer.state.log_history if "loss" in row]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return 0
