@@ -16,6 +16,8 @@ from types import FrameType
 LATE = ("Timed out waiting", "Application timeout caused pair closure", "collective operation timeout")
 #: and when the other end is no more
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+#: one of these stands in each such message: other errors say "Broken pipe", too
+OF_TORCH = ("gloo", "NCCL", "ProcessGroup", "TCPStore", "c10d")
 #: files in which nobody's own work stands: the innermost line outside of them is where a process is
 _MACHINERY = (
     "/torch/",
@@ -62,9 +64,7 @@ def at(name: str) -> Iterator[None]:
 def how_it_broke(error: RuntimeError) -> str | None:
     """``late``: the time limit passed; ``gone``: the other end closed; None for any other error, and for one already told."""
     text = str(error)
-    if isinstance(error, RankLost) or not any(
-        word in text for word in ("gloo", "NCCL", "nccl", "ProcessGroup", "store")
-    ):
+    if isinstance(error, RankLost) or not any(word in text for word in OF_TORCH):
         return None
     if any(said in text for said in LATE):
         return "late"
