@@ -17,6 +17,7 @@ ORDER = (
     *(
         "trl_bridge",
         "carried",
+        "ranks",
         "settings",
         "config",
         "named_parts",

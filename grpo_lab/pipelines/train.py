@@ -170,10 +170,13 @@ def _reinforce(
     termination: Termination,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
+    from grpo_lab.trainer.ranks.places import at
+
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
     trainer = _build_trainer(recipe, config, start, materials)
-    trainer.accelerator.wait_for_everyone()
+    with at("start: the main process measures the start model alone, the others wait"):
+        trainer.accelerator.wait_for_everyone()
     record = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
     main = trainer.accelerator.is_main_process
     if main:

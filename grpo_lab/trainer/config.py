@@ -10,6 +10,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_lab.nearest import refuse_unknown
+from grpo_lab.trainer.ranks.limit import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import NOT_TRLS, algorithm_from
 from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
 from grpo_lab.trainer.settings.beside_trl import (
@@ -125,6 +126,7 @@ class LabConfig(GRPOConfig):
         self.max_hours = max_hours(self.max_hours)
         check_batch_sizes(self)
         super().__post_init__()
+        hold_time_limit(self)
         self.agree()
 
     def agree(self) -> None:

@@ -18,7 +18,6 @@ import logging
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_lab.advantages import level_of
@@ -32,6 +31,7 @@ from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
+from grpo_lab.trainer.ranks.placed import Placed
 from grpo_lab.trainer.resume.checkpoint import chosen, save_whole
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
@@ -49,7 +49,7 @@ from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
 
-class LabTrainer(GRPOTrainer):
+class LabTrainer(Placed):
     """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
     Team code subclasses this. Three ways in:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
 #: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
@@ -138,7 +139,8 @@ class MetricBook:
         if not step_ends or (not names and not extremes):
             return
         parts = [self._fresh[n].reshape(-1) for n in names] + [self._fresh_extremes[k] for k in extremes]
-        columns = accelerator.gather(torch.cat(parts).unsqueeze(0)).split([part.numel() for part in parts], dim=1)
+        with at("metrics of all ranks"):
+            columns = accelerator.gather(torch.cat(parts).unsqueeze(0)).split([part.numel() for part in parts], dim=1)
         for name, column in zip(names, columns[: len(names)], strict=True):
             self._settle(name, column.sum(0).view(-1, 2))
         for (name, how), column in zip(extremes, columns[len(names) :], strict=True):

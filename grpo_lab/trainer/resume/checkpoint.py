@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from grpo_lab.atomic import move_whole, write_whole_text
 from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole
+from grpo_lab.trainer.ranks.places import at, is_of_lost_rank
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.trl_bridge.replace import replaced
 
@@ -36,6 +37,7 @@ class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
 
 
+@at("checkpoint")
 def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
     """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every rank.
 
@@ -111,6 +113,8 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
     try:
         act()
     except Exception as error:  # OSError, safetensors' and torch's own, a team's: all mean that there is no checkpoint
+        if is_of_lost_rank(error):
+            raise  # nobody is left to be told
         fault = error
     own = None if fault is None else f"{type(fault).__name__}: {fault}"
     if alone and own is not None:

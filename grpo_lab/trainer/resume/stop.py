@@ -34,6 +34,8 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from grpo_lab.trainer.ranks.places import at
+
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
@@ -111,7 +113,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             code = REASONS.index(self._asked or (self._standing(args) if args.process_index == 0 else ""))
             accelerator = trainer.accelerator
             if accelerator.num_processes > 1:
-                codes = accelerator.gather(torch.tensor([code], dtype=torch.long, device=accelerator.device))
+                with at("whether one was asked to stop"):
+                    codes = accelerator.gather(torch.tensor([code], dtype=torch.long, device=accelerator.device))
                 code = int(codes.max())
             self.reason = REASONS[code] or None
         return self.reason is not None

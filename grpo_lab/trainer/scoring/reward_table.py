@@ -15,6 +15,7 @@ from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
 from grpo_lab.trainer.ports import Faults
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 
@@ -206,7 +207,8 @@ def gathered_rows(
             inputs, prompts, completions, ids, truncated, environments_for_groups(trainer, len(prompts)), strict=True
         )
     ]
-    return list(gather_object(rows))
+    with at("rows for group rewards"):
+        return list(gather_object(rows))
 
 
 def tokens_made(generated: Any) -> list[int]:

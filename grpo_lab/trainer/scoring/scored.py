@@ -22,6 +22,7 @@ from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, row_key
 from grpo_lab.trainer.prompts.sampler import row_numbers
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.scoring.carriers import Rewarded
 from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows, without_infinite
 from grpo_lab.trainer.scoring.steps import gathered_steps
@@ -59,7 +60,8 @@ class Scoring:
         made = self._made or [len(ids) for ids in completion_ids_list]
         tokens = [len(ids) for ids in completion_ids_list]
         of_rows = list(zip(made, tokens, cut, row_numbers(inputs), strict=True))
-        gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
+        with at("lengths of all completions"):
+            gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
         values = self._checked(values, lengths.numel(), names)
@@ -113,15 +115,15 @@ def without_faulty(logprobs: list[list[float | None]] | None, faults: Faults | N
         EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
     """
     for row, of_tokens in enumerate(logprobs or []):
-        bad = [at for at, value in enumerate(of_tokens) if value is not None and not math.isfinite(value)]
+        bad = [token for token, value in enumerate(of_tokens) if value is not None and not math.isfinite(value)]
         if not bad:
             continue
         said = f"the engine's log-prob of token {bad[0]} of completion {row} is {of_tokens[bad[0]]}"
         if faults is None:
             raise EngineFault(f"{said}; its weights or its KV cache hold NaN or infinity")
         faults.found("log_prob", said)
-        for at in bad:
-            of_tokens[at] = None
+        for token in bad:
+            of_tokens[token] = None
 
 
 @contextlib.contextmanager

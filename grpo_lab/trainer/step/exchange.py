@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.step.messages import Column, Expected, swap
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.trainer.step.row_table import FILL, Bin, RowTable, is_of_prompt, per_token_fields
@@ -148,7 +149,8 @@ class Exchange:
         return _fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
 
     def _exchanged(self, columns: list[Column], to: Ints, expected: list[Expected], origins: Ints) -> list[Tensor]:
-        found, received = swap(columns, to, expected, origins, self._ranks, self._device)
+        with at("exchange of rows"):
+            found, received = swap(columns, to, expected, origins, self._ranks, self._device)
         self.bytes_received += received
         return found
 

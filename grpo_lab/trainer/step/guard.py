@@ -28,6 +28,7 @@ from grpo_lab.atomic import write_whole_text
 from grpo_lab.checkpoints import step_of, what_is_broken
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         of_batch = torch.tensor([self.faults.ends[kind] for kind in OF_BATCH], device=accelerator.device)
         local = torch.cat([flags.long(), of_batch])
         if accelerator.num_processes > 1:
-            local = accelerator.gather(local.unsqueeze(0)).amax(0)
+            with at("whether all numbers are finite"):
+                local = accelerator.gather(local.unsqueeze(0)).amax(0)
         return dict(zip(KINDS, local.tolist(), strict=True))
 
     def _count(self, bad: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Rows, live_rows
 
@@ -54,9 +55,10 @@ class RowNumbers:
         received = 0
         if accelerator.num_processes > 1:
             received = 8 * (mine.numel() + widths.numel()) * (accelerator.num_processes - 1)
-            mine = accelerator.gather(mine)
-            _check_alike(mine[:, -1], table)
-            widths = accelerator.gather(widths)
+            with at("numbers of all rows"):
+                mine = accelerator.gather(mine)
+                _check_alike(mine[:, -1], table)
+                widths = accelerator.gather(widths)
         prompts, completions, scored, contributes, slots, counts, footprints, _ = mine.unbind(1)
         local = dict(zip(names, widths.t().tolist(), strict=True))
         return RowNumbers(

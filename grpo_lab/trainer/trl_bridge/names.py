@@ -11,6 +11,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "_prepare_inputs": ("self", "generation_batch"),
     "_get_per_token_logps_and_entropies": (
         "self",

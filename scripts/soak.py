@@ -1,0 +1,210 @@
+"""A long run of the tiny model: do memory, descriptors and processes stay flat?
+
+    python scripts/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak] [--figure docs/images/soak.png]
+
+The main job itself (``grpo-lab train``): real word problems, the accuracy reward, a second one that keeps the pool of verifiers at work, twenty checkpoints of
+which two are kept. Completions are made by transformers, or by a vLLM engine in the process whose weights are synced and proven at every step.
+``soak_watch.Watch`` writes a line every 5 steps. After the warm-up (the first fifth) a line is fitted to the means of 20 blocks of steps, since neighbouring samples are
+not independent; the interval is Student's t with 18 degrees of freedom. Flat: the interval holds 0, or what it allows over 1,000 steps is below the limit of the column.
+A side whose file is there to its last step is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from scipy import stats
+
+HERE = Path(__file__).resolve().parent
+RECIPE: dict[str, Any] = {
+    "name": "soak",
+    "model": {
+        "tiny": {"architecture": "qwen2", "hidden_size": 64, "num_heads": 2, "num_layers": 2, "max_positions": 256}
+    },
+    "data": {"loader": "word_problems", "n": 512},
+    "rewards": ["accuracy", "soak_watch:fractions"],
+    "objective": "dr_grpo",
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 16,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 10,
+    "save_strategy": "steps",
+    "save_total_limit": 2,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "seed": 0,
+}
+ENGINE: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "rollout": {"verify_every": 1, "engine": {"kv_cache_gib": 0.25, "max_model_len": 256}},
+}
+SIDES: dict[str, dict[str, Any]] = {"transformers": {}, "vllm": ENGINE}
+WARM_UP = 0.2
+BLOCKS = 20
+#: column → what it is called, and how much of it over 1,000 steps would still be called flat
+COLUMNS: dict[str, tuple[str, float]] = {
+    "rss": ("memory, MiB", 10.0),
+    "rss_of_children": ("memory of its processes, MiB", 10.0),
+    "descriptors": ("descriptors", 0.5),
+    "processes": ("processes", 0.1),
+    "threads": ("threads", 0.1),
+    "python_objects": ("Python objects", 1000.0),
+}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Of one column, per 1,000 optimizer steps, with its 95% interval; ``first`` and ``last`` are the means of the first and last block."""
+
+    first: float
+    last: float
+    slope: float
+    low: float
+    high: float
+
+    def flat(self, limit: float) -> bool:
+        return self.low <= 0.0 <= self.high or max(abs(self.low), abs(self.high)) <= limit
+
+
+def slope_of(steps: list[int], values: list[float], blocks: int = BLOCKS) -> Slope:
+    """A line through the means of ``blocks`` runs of neighbouring samples, by least squares; t with ``blocks − 2`` degrees of freedom.
+
+    Raises:
+        ValueError: fewer than two samples a block.
+    """
+    if len(values) < 2 * blocks:
+        raise ValueError(f"{len(values)} samples after the warm-up are too few for {blocks} blocks of at least two")
+    edges = [round(i * len(values) / blocks) for i in range(blocks + 1)]
+    parts = list(itertools.pairwise(edges))
+    x = [math.fsum(steps[a:b]) / (b - a) / 1000 for a, b in parts]
+    y = [math.fsum(values[a:b]) / (b - a) for a, b in parts]
+    line = stats.linregress(x, y)
+    half = float(stats.t.ppf(0.975, blocks - 2)) * float(line.stderr)
+    return Slope(y[0], y[-1], float(line.slope), float(line.slope) - half, float(line.slope) + half)
+
+
+def slopes(rows: list[dict[str, Any]], blocks: int = BLOCKS) -> dict[str, Slope]:
+    """By column, after the warm-up; ``python_objects`` stand in every tenth row and have fewer blocks."""
+    last = rows[-1]["step"]
+    kept = [row for row in rows if row["step"] > WARM_UP * last]
+    found = {}
+    for name in COLUMNS:
+        pairs = [(row["step"], float(row[name])) for row in kept if name in row]
+        if len(pairs) >= 8:
+            few = min(blocks, len(pairs) // 2)
+            found[name] = slope_of([step for step, _ in pairs], [value for _, value in pairs], few)
+    return found
+
+
+def table(found: dict[str, dict[str, Slope]]) -> str:
+    lines = [
+        "| completions by | column | at first | at last | per 1,000 steps | 95% | flat |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for side, columns in found.items():
+        for name, one in columns.items():
+            said, limit = COLUMNS[name]
+            numbers = f"{one.first:.1f} | {one.last:.1f} | {one.slope:+.2f} | {one.low:+.2f} to {one.high:+.2f}"
+            lines.append(f"| {side} | {said} | {numbers} | {'yes' if one.flat(limit) else '**no**'} |")
+    return "\n".join(lines)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def soaked(side: str, steps: int, every: int, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run of that length; made, in a process of its own, where they are not there."""
+    folder = folder.resolve() / side
+    file = folder / "watch.jsonl"
+    rows = read_rows(file)
+    if rows and rows[-1]["step"] >= steps - every:
+        return rows
+    folder.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    watch = {"name": "soak_watch:Watch", "file": str(file), "every": every}
+    recipe = {
+        **RECIPE,
+        **SIDES[side],
+        "callbacks": [watch],
+        "max_steps": steps,
+        "save_steps": max(1, steps // 20),
+        "output_dir": str(folder / "run"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, str(HERE / "train.py"), "--config", str(folder / "recipe.yaml"), "--overwrite"]
+    known = {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (folder / "log.txt").open("w") as log:
+        done = subprocess.run(
+            command, cwd=HERE, env=os.environ | known, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode != 0:
+        sys.exit(f"{side}: exit code {done.returncode}; see {folder / 'log.txt'}")
+    return read_rows(file)
+
+
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """One panel a column, a line a side."""
+    from arm_runs import pyplot_if_there
+
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
+    figure, axes = pyplot.subplots(2, 3, figsize=(10.5, 5.0), sharex=True)
+    for axis, (name, (said, _)) in zip(axes.flat, COLUMNS.items(), strict=True):
+        for side, rows in found.items():
+            pairs = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot([step for step, _ in pairs], [value for _, value in pairs], linewidth=1, label=side)
+        axis.set_title(said, fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=8)
+    axes.flat[0].legend(fontsize=8)
+    figure.supxlabel("optimizer step", fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"figure: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", nargs="+", choices=sorted(SIDES), default=list(SIDES))
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    rows = {side: soaked(side, args.steps, args.every, args.folder) for side in args.of}
+    found = {side: slopes(one) for side, one in rows.items()}
+    print(table(found))
+    draw(rows, args.figure or args.folder / "soak.png")
+    leaks = [
+        f"{side}: {COLUMNS[name][0]}"
+        for side, columns in found.items()
+        for name, one in columns.items()
+        if not one.flat(COLUMNS[name][1])
+    ]
+    if leaks:
+        sys.exit(f"not flat: {'; '.join(leaks)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Where a rank is, in words and in lines of code, and which of torch's errors mean that another one is missing."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from distributed.launch import free_port
+from grpo_lab import LabConfig
+from grpo_lab.trainer.ranks import places
+from grpo_lab.trainer.ranks.ledger import Entry, Ledger
+from grpo_lab.trainer.ranks.places import RankLost, at, how_it_broke
+from grpo_lab.trainer.ranks.watch import RankWatch
+
+LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"
+GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40000"
+
+
+def test_places_are_told_outermost_first_and_are_left_by_any_way() -> None:
+    with at("step"), at("rewards"):
+        assert places.place() == "step › rewards"
+    with pytest.raises(ValueError, match="a team's"), at("step"):
+        raise ValueError("a team's")
+    assert places.place() == ""
+
+
+@pytest.mark.parametrize(("said", "kind"), [(LATE, "late"), (GONE, "gone")])
+def test_torchs_error_of_a_missing_rank_names_the_place(said: str, kind: str) -> None:
+    assert how_it_broke(RuntimeError(said)) == kind
+    with pytest.raises(RankLost, match="at «step › exchange of rows»") as caught, at("step"), at("exchange of rows"):
+        raise RuntimeError(said)
+    assert said in str(caught.value)
+    assert str(caught.value.__cause__) == said
+
+
+@pytest.mark.parametrize(
+    "said", ["shape mismatch", "CUDA out of memory", "the tests Timed out waiting for a file", "restored: Broken pipe"]
+)
+def test_other_errors_pass_as_they_are(said: str) -> None:
+    with pytest.raises(RuntimeError) as caught, at("step"):
+        raise RuntimeError(said)
+    assert type(caught.value) is RuntimeError
+
+
+def sleeping(until: threading.Event) -> None:
+    until.wait()
+
+
+def test_the_line_is_the_innermost_of_somebodys_own() -> None:
+    until = threading.Event()
+    thread = threading.Thread(target=sleeping, args=(until,))
+    thread.start()
+    time.sleep(0.05)
+    line, waits = places.line_of(thread.ident or 0)
+    until.set()
+    thread.join()
+    assert "unit/test_ranks.py:" in line
+    assert line.endswith("in sleeping")
+    assert not waits
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a launcher offers: a store, and where it is."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def watch_of(rank: int, ranks: int, limit: float = 100.0) -> RankWatch:
+    accelerator = SimpleNamespace(process_index=rank, num_processes=ranks)
+    state, args = SimpleNamespace(global_step=11), SimpleNamespace(ddp_timeout=limit)
+    return RankWatch(SimpleNamespace(accelerator=accelerator, state=state, args=args))
+
+
+def test_the_missing_are_named_first_then_those_elsewhere_then_those_that_wait_here(store: Any) -> None:
+    here, line = "step › rewards", "team.py:41 in judge"
+    entries = {
+        1: Entry.of(here, "x.py:1 in gather", True, 12, 30),
+        2: Entry.of(here, line, False, 12, 61),
+        3: Entry.of("step", "y.py:2 in all_reduce", True, 12, 31),
+        4: Entry(here, line, False, 12, 5, 77, "node7", time.time() - 500),
+    }
+    for rank, entry in entries.items():
+        Ledger(rank, 6).write(entry)
+    with watch_of(0, 6), at("step"), at("rewards"):
+        with pytest.raises(RankLost) as caught, at("gather"):
+            raise RuntimeError(LATE)
+        said = str(caught.value)
+        others = RankWatch.others(watch_with_ledger())
+    assert said.startswith(
+        "rank 0 of 6 waited 100 s at «step › rewards › gather», step 12, and not all ranks came (`ddp_timeout`). Rank 2"
+    )
+    assert f"Rank 2 is at «{here}», step 12, for 61 s: {line} (pid " in others
+    assert "Rank 4 was last heard of 500 s ago (ended, or stopped), then at «step › rewards»" in others
+    assert "(pid 77 on node7)" in others
+    assert "Rank 5 has said nothing" in others
+    assert (
+        others.index("Rank 5")
+        < others.index("Rank 3 waits elsewhere, at «step», step 12")
+        < others.index("At the same place: rank 1")
+    )
+
+
+def watch_with_ledger() -> RankWatch:
+    found = watch_of(0, 6)
+    found._ledger = Ledger(0, 6)
+    return found
+
+
+def test_without_a_store_the_error_still_has_rank_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(
+            RankLost,
+            match=r"rank 1 of 2 lost the connection .* at «step», step 12\. Where the other ranks are is not known",
+        ),
+        watch_of(1, 2),
+        at("step"),
+    ):
+        raise RuntimeError(GONE)
+
+
+def test_at_half_of_the_limit_a_warning_says_where_this_rank_is(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="grpo_lab"), watch_of(0, 2, limit=2.0), at("step"):
+        time.sleep(1.7)  # a beat is half a second
+    assert len(caplog.records) == 1
+    assert re.search(r"rank 0 of 2 is at «step», step 12, for [12] s: unit/test_ranks\.py:", caplog.text)
+
+
+def test_a_limit_must_be_a_positive_number(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"`ddp_timeout` is 0; it must be a positive number of seconds"):
+        LabConfig(output_dir=str(tmp_path), ddp_timeout=0, use_cpu=True, bf16=False)
