@@ -165,7 +165,7 @@ def pyplot_if_there(path: Path) -> Any:
         import matplotlib
     except ModuleNotFoundError:
         print(
-            f"no figure {path}: matplotlib is not installed; with it, the same command draws from the records that are there"
+            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); with it, the same command draws what is recorded"
         )
         return None
     matplotlib.use("Agg")

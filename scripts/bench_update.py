@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from arm_runs import pyplot_if_there
 from bench_shapes import build
 from bench_tables import table
 from bench_update_sides import GROUP, floor, run
@@ -86,11 +87,9 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Seconds of the update by share of dead groups: stock, ours, and the floor as a mark."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     figure, axis = pyplot.subplots(figsize=(7.2, 3.4))
     places = range(len(rows))
     axis.bar([x - 0.2 for x in places], [r["stock s"] for r in rows], 0.38, color="#9CA3AF", label="trl.GRPOTrainer")

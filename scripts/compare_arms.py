@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import COLOURS, shared_start, smooth, spread
+from arm_runs import COLOURS, pyplot_if_there, shared_start, smooth, spread
 
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.recipe import Recipe, read_recipe
@@ -134,11 +134,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def draw(experiment: Experiment, found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """One panel a metric: thin lines the seeds (running mean of 10 batches), thick their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     figure, axes = pyplot.subplots(
         1, len(experiment.curves), figsize=(5.2 * len(experiment.curves), 3.4), squeeze=False
     )

@@ -69,7 +69,7 @@ ARMS: dict[str, Arm] = {
         }
     ),
     "Dr.GRPO": Arm(changes={"rewards": [ACCURACY]}),
-    "PPO": Arm("recipes/quickstart/ppo.yaml"),
+    "PPO": Arm("recipes/quickstart/ppo.yaml", updates=4),
     "Kimi, reset": _kimi(reset_optimizer=True, rewards=[ACCURACY], learning_rate=2.0e-4),
     "Kimi, no reset": _kimi(rewards=[ACCURACY], learning_rate=3.0e-4),
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import shared_start, smooth, spread
+from arm_runs import pyplot_if_there, shared_start, smooth, spread
 
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
@@ -122,11 +122,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """One panel a metric: thin lines the seeds (running mean of 10 updates), thick their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     figure, axes = pyplot.subplots(1, len(CURVES), figsize=(4.6 * len(CURVES), 3.2))
     for axis, (title, metric) in zip(axes, CURVES.items(), strict=True):
         for colour, (arm, runs) in zip(("#0072B2", "#D55E00"), found.items(), strict=True):

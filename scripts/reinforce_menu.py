@@ -14,13 +14,12 @@ use another --folder.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from compare_arms import smooth, spread
+from arm_runs import pyplot_if_there, smooth, spread
 
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
@@ -66,13 +65,7 @@ def main() -> None:
                 found[delta][loss].append(json.loads((output / "arm.json").read_text()))
     (args.folder / "menu.json").write_text(json.dumps(found, indent=1))
     print(table(found))
-    if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "no figure: matplotlib is not installed (pip install matplotlib; the next call draws it from what is there)"
-        )
-        return
     draw(found, args.folder / "menu.png")
-    print(f"figure: {args.folder / 'menu.png'}")
 
 
 def algorithm(delta: str, loss: str, gamma: float | None) -> dict[str, Any]:
@@ -136,11 +129,9 @@ def late(curve: list[float]) -> float:
 
 def draw(found: Found, path: Path) -> None:
     """One panel a delta, one line a loss: accuracy of the samples, running mean of 5 rollouts; thin lines the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_there(path)
+    if pyplot is None:
+        return
     figure, axes = pyplot.subplots(1, len(found), figsize=(3.6 * len(found), 3.2), sharey=True)
     for axis, (delta, losses) in zip(axes, found.items(), strict=True):
         for colour, (loss, runs) in zip(("#0072B2", "#D55E00", "#009E73"), losses.items(), strict=True):

@@ -73,7 +73,16 @@ def test_the_quick_starts_differ_only_in_the_method() -> None:
     dr_grpo, ppo = (
         yaml.safe_load((RECIPES / "quickstart" / f"{name}.yaml").read_text()) for name in ("dr_grpo", "ppo")
     )
-    assert {key for key in {*dr_grpo, *ppo} if dr_grpo.get(key) != ppo.get(key)} == {"name", "objective", "value"}
+    steps = {
+        "per_device_train_batch_size",
+        "steps_per_generation",
+        "max_steps",
+    }  # PPO cuts a batch of completions into four
+    differ = {key for key in {*dr_grpo, *ppo} if dr_grpo.get(key) != ppo.get(key)}
+    assert differ == {"name", "objective", "value", *steps}
+    made = [one["per_device_train_batch_size"] * one["max_steps"] for one in (dr_grpo, ppo)]
+    assert made[0] == made[1]
+    assert ppo["per_device_train_batch_size"] * ppo["steps_per_generation"] == dr_grpo["per_device_train_batch_size"]
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
