@@ -56,7 +56,7 @@ def fractions(completions: list[Any], completion_ids: list[list[int]], **_: Any)
     """Work for the pool of verifiers, which a random model's answers are not: two fractions made of each completion, equal or not."""
     texts, golds = [], []
     for ids in completion_ids:
-        above, below = 1 + sum(ids) % 97, 2 + len(ids)
+        above, below = 1 + sum(ids), 2 + len(ids)  # pairs that were judged are remembered: nearly all of these are new
         texts.append(f"\\boxed{{\\frac{{{3 * above}}}{{{3 * below}}}}}")
         golds.append(f"\\frac{{{above + sum(ids) % 2}}}{{{below}}}")
     scores: list[float | None] = _accuracy()(completions=texts, solution=golds)
@@ -67,4 +67,4 @@ def fractions(completions: list[Any], completion_ids: list[list[int]], **_: Any)
 def _accuracy() -> Any:
     from grpo_lab.rewards import AccuracyReward
 
-    return AccuracyReward()
+    return AccuracyReward(fast_path=False)

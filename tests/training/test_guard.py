@@ -19,6 +19,9 @@ from torch import Tensor
 from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
+from grpo_lab.rollouts.grouping import EngineFault
+from grpo_lab.trainer.ports import Faults, Phase
+from grpo_lab.trainer.scoring.scored import without_faulty
 from grpo_lab.trainer.step import bad_step
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from grpo_lab.trainer.step.guard import STATE_FILE, NumbersError, last_good
@@ -204,6 +207,20 @@ def test_the_command_line_ends_with_4(
     monkeypatch.setattr("grpo_lab.pipelines.train.train", train)
     assert main(["quickstart", "--output_dir", str(tmp_path)]) == 4
     assert capsys.readouterr().err == "grpo-lab: error: 3 optimizer steps in a row could not be taken\n"
+
+
+def test_tokens_that_were_put_in_have_no_log_prob_to_look_at() -> None:
+    """A thinking budget's own end has NaN there (``rollouts.thinking_budget``); of a sampled token NaN is a fault, None is not."""
+    faults = Faults(lambda: Phase(2, 1, 1))
+    found: list[list[float | None]] = [[-1.0, math.nan, None], [math.nan, -1.0, math.inf]]
+    without_faulty(found[:1], [[1, 0, 1]], faults)
+    assert faults.said == []
+    assert math.isnan(found[0][1] or 0.0)
+    without_faulty(found, [[1, 0, 1], [1, 1, 1]], faults)
+    assert faults.said == ["the engine's log-prob of token 0 of completion 1 is nan"]
+    assert found[1] == [None, -1.0, None]
+    with pytest.raises(EngineFault, match="token 0 of completion 0 is nan"):
+        without_faulty([[math.nan]], None, None)
 
 
 def test_last_good(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Scoring:
         if faults is not None:
             self._keys = [row_key(*ids) for ids in zip(generated[0], generated[1], strict=True)]
         if self._trainer.recorder.faults is not None:
-            without_faulty(generated[4], faults)
+            without_faulty(generated[4], generated[2], faults)
         return generated
 
     def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -108,14 +108,24 @@ class Scoring:
         return values
 
 
-def without_faulty(logprobs: list[list[float | None]] | None, faults: Faults | None) -> None:
+def without_faulty(
+    logprobs: list[list[float | None]] | None, sampled: list[list[int]] | None, faults: Faults | None
+) -> None:
     """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is marked as bad.
+
+    Args:
+        sampled: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking budget, whose log-probs are NaN).
 
     Raises:
         EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
     """
     for row, of_tokens in enumerate(logprobs or []):
-        bad = [token for token, value in enumerate(of_tokens) if value is not None and not math.isfinite(value)]
+        made = [1] * len(of_tokens) if sampled is None else sampled[row]
+        bad = [
+            token
+            for token, value in enumerate(of_tokens)
+            if made[token] and value is not None and not math.isfinite(value)
+        ]
         if not bad:
             continue
         said = f"the engine's log-prob of token {bad[0]} of completion {row} is {of_tokens[bad[0]]}"
