@@ -77,6 +77,7 @@ def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:
     assert odd == [["sampling_per_token_logps"], *[[]] * 7]  # the bad row comes first
 
 
+@pytest.mark.slow
 def test_a_bad_generation_batch_counts_once_and_survives_a_resume(tiny_folder: Path, tmp_path: Path) -> None:
     """Two updates on each generation batch: the first batch has an infinite reward; of the second one update has a NaN loss."""
     twice = {"steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
@@ -97,6 +98,7 @@ def test_a_bad_generation_batch_counts_once_and_survives_a_resume(tiny_folder: P
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_three_in_a_row_stop_and_the_run_goes_on_from_the_named_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "lr_scheduler_type": "constant"}
     plant = Plant(dict.fromkeys((3, 4, 5), "gradient"))
