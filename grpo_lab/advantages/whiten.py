@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_lab.masked import masked_sum, safe
 
-#: under the root, as AlpacaFarm and TRL's deleted PPOTrainer have it
+#: under the root, as in TRL's deleted PPOTrainer, whose variance is over n − 1; AlpacaFarm's is over n, as here, and it adds 1e-8 to the root
 EPSILON = 1e-8
 
 

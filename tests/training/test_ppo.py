@@ -187,7 +187,7 @@ def test_what_would_not_train_the_critic_is_refused(tiny_folder: Path, tmp_path:
 
 
 def test_a_reference_that_follows_takes_the_policy_and_not_its_critic(tiny_folder: Path, tmp_path: Path) -> None:
-    kl = {"estimator": "k1", "placement": "reward", "coefficient": 0.1}
+    kl = {"estimator": "k1", "placement": "reward", "coefficient": 0.1, "per": "sequence"}
     trainer = small(tiny_folder, tmp_path / "out", kl=kl, reference_every=2)
     trainer.train()
     policy = dict(trl_bridge.without_critic(trainer.model.named_parameters()))
@@ -195,3 +195,10 @@ def test_a_reference_that_follows_takes_the_policy_and_not_its_critic(tiny_folde
     assert set(policy) == set(reference)
     assert all(torch.equal(value, reference[name]) for name, value in policy.items())
     assert trainer.parts.critic is not None
+    first, second = (row for row in trainer.state.log_history if "ppo/task_reward" in row)
+    assert first["ppo/kl_reward"] == pytest.approx(0, abs=1e-5)  # policy and reference are one; 6 tokens, float32
+    assert abs(second["ppo/kl_reward"]) > 1e-3
+    for row in (first, second):  # a KL on the last token is no reward of the task
+        task = row["rewards/scripted_reward/mean"]
+        assert row["ppo/task_reward"] == pytest.approx(task, abs=1e-6)
+        assert row["ppo/shaped_reward"] == pytest.approx(task + row["ppo/kl_reward"], abs=1e-6)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import Moments, masked_moments, whiten
+from grpo_lab.batch import RewardTable
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.scoring.carriers import Penalised
@@ -34,14 +35,14 @@ def valued(trainer: StepPort, made: Penalised) -> Penalised:
         return made
     local, mask = made.local, made.local.mask
     outcome = made.table.total[local.rows].to(mask.device)
-    scorable, task = ~outcome.isnan(), outcome.nan_to_num(nan=0.0)
+    scorable, at_the_end = ~outcome.isnan(), outcome.nan_to_num(nan=0.0)
     charged = made.charged if made.charged is not None else torch.zeros(mask.shape, device=mask.device).double()
     charged = charged * scorable.unsqueeze(1)
-    earned = task
+    earned, of_whole = at_the_end, charged_to_whole(made.table)[local.rows].to(mask.device)
     if value.missing_eos_penalty is not None:
         cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
-        earned = task - value.missing_eos_penalty * (cut & scorable)
-    _record_curves(trainer, charged.sum(1), task, earned, scorable)
+        earned = at_the_end - value.missing_eos_penalty * (cut & scorable)
+    _record_curves(trainer, charged.sum(1), of_whole, at_the_end, earned, scorable)
     rewards = charged + earned.unsqueeze(1) * last_own(mask)
     if value.whiten_rewards:
         counted = mask & scorable.unsqueeze(1)
@@ -70,6 +71,12 @@ def credited(trainer: StepPort, made: Penalised, advantages: Tensor) -> Tensor:
     return each.masked_fill(~counted, 0.0)
 
 
+def charged_to_whole(table: RewardTable) -> Tensor:
+    """float64 ``[N]``: what of ``table.total`` is −β·KL of a whole completion (``kl.per: sequence``); 0 where tokens pay, or nobody can score."""
+    rewards = table.values.size(1) - table.penalties
+    return (table.values[:, rewards:] * table.weights[rewards:].to(table.values.device)).nansum(dim=1)
+
+
 def last_own(mask: Tensor) -> Tensor:
     """bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
     ordinal = mask.long().cumsum(1)
@@ -81,12 +88,19 @@ def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
-def _record_curves(trainer: StepPort, kl: Tensor, task: Tensor, earned: Tensor, scorable: Tensor) -> None:
-    """The three curves of a healthy run, means over completions: shaped reward, task reward, and −β·KL."""
+def _record_curves(
+    trainer: StepPort, of_tokens: Tensor, of_whole: Tensor, at_the_end: Tensor, earned: Tensor, scorable: Tensor
+) -> None:
+    """The three curves of a healthy run, means over completions: shaped reward, task reward, and −β·KL.
+
+    Args:
+        of_tokens, of_whole: −β·KL of each completion, charged to its tokens or in ``at_the_end``.
+        at_the_end: rewards of the last token; ``earned``: less the penalty for a completion that did not end.
+    """
     book, count = trainer.recorder.book(), scorable.sum()
-    book.add("ppo/shaped_reward", (kl + earned).sum(), count)
-    book.add("ppo/task_reward", task.sum(), count)
-    book.add("ppo/kl_reward", kl.sum(), count)
+    book.add("ppo/shaped_reward", (of_tokens + earned).sum(), count)
+    book.add("ppo/task_reward", (at_the_end - of_whole).sum(), count)
+    book.add("ppo/kl_reward", (of_tokens + of_whole).sum(), count)
 
 
 def _record_explained(trainer: StepPort, returns: Tensor, values: Tensor, mask: Tensor) -> None:
@@ -97,4 +111,4 @@ def _record_explained(trainer: StepPort, returns: Tensor, values: Tensor, mask: 
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
 
 
-__all__ = ["credited", "last_own", "valued"]
+__all__ = ["charged_to_whole", "credited", "last_own", "valued"]
