@@ -58,7 +58,9 @@ def launcher(config: Path, processes: int, python: str = sys.executable) -> list
     ]  # fmt: skip
 
 
-def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeout: float, cold: bool = False, **more: str) -> str:
+def accelerate_launch(
+    config: Path, processes: int, words: Sequence[str], timeout: float, cold: bool = False, **more: str
+) -> str:
     """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
 
     The launcher and its ranks are forks of a process that has imported everything (:mod:`warm`); ``cold``: each imports for itself.

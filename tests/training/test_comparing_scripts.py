@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -22,8 +23,8 @@ SMALLER = [word for key, value in TINY.items() for word in ("--set", key, value)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:], *SMALLER]
+    known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WARM_CHILDREN": "1"}
+    command = [warm.python(), str(ROOT / "scripts" / words[0]), *words[1:], *SMALLER]
     return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300)
 
 

@@ -5,6 +5,8 @@ A fork pays nothing, and is a process like another: its own memory, environment,
 reaches it, and it dies with the one who started it. What a fork does not show: faults of the imports themselves, and of the order
 of sets, since all forks share a hash seed. ``cold`` launches keep these: ``test_real_run`` (the command as a team types it) and ``test_zero``.
 
+``WARM_CHILDREN=1`` in the environment of a script: what it starts by ``sys.executable`` is a fork likewise.
+
 One server serves the whole session, both workers of xdist too, and ends with the last of them.
 """
 

@@ -63,6 +63,7 @@ def become(asked: dict[str, Any], wrapper: str) -> None:
         os.chdir(asked["folder"])
         os.environ.clear()
         os.environ.update(asked["environment"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process, as the server, ignores it
         words = list(asked["argv"])
         while words[0] in ("-u", "-I", "-s", "-E"):
             words.pop(0)
@@ -100,6 +101,8 @@ def run(words: list[str], wrapper: str) -> None:
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
+        if os.environ.get("WARM_CHILDREN"):
+            sys.executable = wrapper
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
 
