@@ -5,7 +5,7 @@ A fork pays nothing, and is a process like another: its own memory, environment,
 reaches it, and it dies with the one who started it. What a fork does not show: faults of the imports themselves, and of the order
 of sets, since all forks share a hash seed. ``cold`` launches keep these: ``test_real_run`` (the command as a team types it) and ``test_zero``.
 
-``WARM_CHILDREN=1`` in the environment of a script: what it starts by ``sys.executable`` is a fork likewise.
+``WARM_CHILDREN=1`` in the environment of a script: the scripts that it starts by ``sys.executable`` are forks likewise.
 
 One server serves the whole session, both workers of xdist too, and ends with the last of them.
 """
@@ -50,12 +50,14 @@ _held: list[socket.socket] = []  # open as long as this process lives: the serve
 
 def _start(folder: Path) -> None:
     """Detached: tests that look for processes left below their own must not find it."""
-    wrapper, failed = folder / "python", folder / "failed"
+    failed = folder / "failed"
     if failed.exists():
         return
-    client = f'exec "{sys.executable}" -I -S "{HERE / "client.py"}" "{folder / "socket"}" "$@"'
-    wrapper.write_text(f"#!/bin/sh\n{client}\n")
-    wrapper.chmod(0o700)
+    fork = f'exec "{sys.executable}" -I -S "{HERE / "client.py"}" "{folder / "socket"}" "$@"'
+    plain = f'[ "$1" = -c ] && exec "{sys.executable}" "$@"'  # the package's own workers: open files and flags as they ask for
+    for name, lines in (("python", [fork]), ("children", [plain, fork])):
+        (folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        (folder / name).chmod(0o700)
     paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     detached = '(cd / && "$0" "$1" "$2" || touch "$2/failed") > "$2/log" 2>&1 < /dev/null &'
     subprocess.run(

@@ -15,10 +15,6 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and the server kills the fork of a client that is gone
-    if sys.argv[2] == "-c" and os.environ.get(
-        "WARM_CHILDREN"
-    ):  # a worker of the package's own: files and flags as it asked for
-        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
     server = socket.socket(socket.AF_UNIX)
     server.connect(sys.argv[1])
     server.sendall(b"fork\n")

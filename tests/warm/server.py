@@ -173,7 +173,7 @@ class Server:
                 os.close(stream)
             self.waiting.close()
             os.setsid()
-            become(asked, str(self.folder / "python"))
+            become(asked, str(self.folder / "children"))
         for stream in streams:
             os.close(stream)
         client.sendall(f"{pid}\n".encode())
