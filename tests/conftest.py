@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -22,12 +23,26 @@ def thorough() -> dict[str, str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = thorough()
     for item in items:
         test, _, case = item.nodeid.partition("[")
         if test in left_out and case.removesuffix("]") != (left_out[test] or None):
             item.add_marker(pytest.mark.thorough)
+    if hasattr(config, "workerinput"):
+        from by_file import slow_first
+
+        slow_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadgroup``: whole files and groups to a worker (:mod:`by_file`)."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from by_file import ByFile
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+import warm
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECIPES = ROOT / "recipes" / "accelerate"
@@ -48,16 +50,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launcher(config: Path, processes: int) -> list[str]:
+def launcher(config: Path, processes: int, python: str = sys.executable) -> list[str]:
     """The launcher's words; the script and its own words follow."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [
         *command, "--num_processes", str(processes), "--main_process_port", str(free_port()), "--mixed_precision", "no",
     ]  # fmt: skip
 
 
-def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeout: float, **more: str) -> str:
+def accelerate_launch(
+    config: Path, processes: int, words: Sequence[str], timeout: float, cold: bool = False, **more: str
+) -> str:
     """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
+
+    The launcher and its ranks are forks of a process that has imported everything (:mod:`warm`); ``cold``: each imports for itself.
 
     ``config`` may be one of the recipes: their number of processes, port and precision are overridden, and
     ``ACCELERATE_USE_CPU`` makes every process a CPU rank. On an error every process below the launcher ends with it: a worker that
@@ -65,7 +71,7 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], timeou
     """
     alike = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
     started = subprocess.Popen(
-        [*launcher(config, processes), *words],
+        [*launcher(config, processes, sys.executable if cold else warm.python()), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,11 +107,12 @@ def train_cases(
     config: str = "ddp",
     before: Sequence[str] = (),
     timeout: float = 900,
+    cold: bool = False,
     **more: str,
 ) -> World:
     """All ``runs`` in one launch: starting the processes costs more than training in them. ``more``: environment variables."""
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
     words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]
-    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=timeout, **more)
+    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=timeout, cold=cold, **more)
     return World(processes, out)

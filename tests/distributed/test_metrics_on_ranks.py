@@ -8,7 +8,7 @@ import pytest
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 def test_every_metric_of_two_ranks(tiny_folder: Path, tmp_path: Path) -> None:

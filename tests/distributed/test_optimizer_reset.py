@@ -16,7 +16,7 @@ from grpo_lab import KimiTrainer
 from grpo_lab.rewards import KimiLengthReward
 from parity.harness import ONE_ROW_IN_A_HUNDRED, adamw_bound, mixed_reward, movement_difference, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])

@@ -14,7 +14,7 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 from grpo_lab.trainer.critic.files import load_critic
 from parity.harness import Run, assert_same_movement
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (2, True)], ids=["one", "ddp", "fsdp2"])

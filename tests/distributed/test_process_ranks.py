@@ -14,7 +14,7 @@ from distributed.process_worker import UPDATES
 from parity.harness import Run, assert_same_movement
 from process_oracle import GROUP, replayed, scored
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -11,7 +11,7 @@ import torch
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from parity.test_randomness import COPIES, gap_in_bounds
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 def test_under_dropout(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Short real runs on 2 CPU ranks: ``accelerate launch --config_file recipes/accelerate/… scripts/train.py --config …``.
 
-Nothing is scripted: real completions, a random model of which a tenth of the vocabulary ends a completion (so that ranks finish
+The one with DDP starts every process cold, as a team does. Nothing is scripted: real completions, a random model of which a tenth of the vocabulary ends a completion (so that ranks finish
 generating at different times), the main job from rows to report.
 """
 
@@ -18,7 +18,7 @@ import yaml
 from distributed.launch import HERE, RECIPES, ROOT, accelerate_launch
 from grpo_lab.testing import tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 RECIPE: dict[str, Any] = {
     "name": "two-ranks",
     "data": {"loader": "word_problems", "split": "train", "n": 64, "seed": 0, "template": "chat"},
@@ -63,7 +63,7 @@ def run(kind: str, start: Path, out: Path, *flags: str, **changes: Any) -> str:
     (out / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
     words = [*before, str(ROOT / "scripts" / "train.py"), "--config", str(out / "recipe.yaml"), *flags]
-    return accelerate_launch(RECIPES / f"{kind}.yaml", 2, words, timeout=300)
+    return accelerate_launch(RECIPES / f"{kind}.yaml", 2, words, timeout=300, cold=kind == "ddp")
 
 
 def logged(out: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from grpo_lab.trainer.resume.reference_files import FOLDER
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])

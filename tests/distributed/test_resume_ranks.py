@@ -12,7 +12,7 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.resume_worker import STOP, build
 from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

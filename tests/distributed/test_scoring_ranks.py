@@ -12,7 +12,7 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.scoring_worker import RUNS
 from tolerance import movement_gap, sum_gap
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

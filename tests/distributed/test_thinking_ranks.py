@@ -12,7 +12,7 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 from rollouts.thinking_oracle import Step, check_budget_is_obeyed, difference, oracle
 from tolerance import log_prob_gap
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

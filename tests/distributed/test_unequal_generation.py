@@ -11,7 +11,7 @@ import pytest
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -21,7 +21,6 @@ from parity.harness import ONE_ROW_IN_A_HUNDRED
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 ON_CPUS = {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -46,7 +45,7 @@ def launched(config: str, processes: int, model: Path, out: Path) -> World:
         return train_cases(processes, model, out, runs, config)
     for run in runs:
         run["args"]["use_cpu"] = False  # accelerate leaves DeepSpeed out of a run that asks for a CPU
-    return train_cases(processes, model, out, runs, config, [str(HERE / "cpu_zero.py")], **ON_CPUS)
+    return train_cases(processes, model, out, runs, config, [str(HERE / "cpu_zero.py")], cold=True, **ON_CPUS)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+import warm
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 HERE = ("versions", "parity, fp32", "parity, bf16", "update, 0.5B", "update, 1.5B", "whole step, transformers")
 
@@ -29,8 +31,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     """The script in a process of its own -> exit code, JSON, table."""
-    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(folder / "found.json"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [warm.python(), str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(folder / "found.json"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WARM_CHILDREN": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (folder / "found.json").is_file(), done.stderr[-3000:]
     return done.returncode, json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+import warm
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_rounds import run_rounds
 from grpo_lab.trainer.supervised.preference import prefer
@@ -68,7 +68,7 @@ def test_accuracy_rises_and_a_kill_in_each_part_of_the_second_round_changes_no_b
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe(tiny_folder)))
     worker = [
-        sys.executable,
+        warm.python(),
         str(TESTS / "training" / "rounds_worker.py"),
         str(tmp_path / "recipe.json"),
         str(tmp_path),

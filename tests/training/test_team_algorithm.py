@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import warm
 from grpo_lab.pipelines.dry_run import dry_run
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.train import train
@@ -144,7 +145,7 @@ def test_from_a_recipe_to_a_resumed_run(home: Path) -> None:
     Path("r.yaml").write_text(yaml.safe_dump({**GOOD, "output_dir": "half"}))
     words = ["-m", "grpo_lab.cli", "train", "--config", "r.yaml", "--resume"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([warm.python(), *words], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert same("half", "whole")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "examples" / "team_surrogate.py"
 
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "examples" / "team_surro
 def test_the_team_script_trains(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "run")],
+        [warm.python(), str(SCRIPT), str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=600,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.evaluation.report import summary_groups
 from parity.harness import Run, arguments, train
@@ -73,7 +73,7 @@ def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
         "train(LabTrainer, LabConfig(**arguments(Path(sys.argv[2]), max_steps=1), objective='bnpo'), Path(sys.argv[1]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tiny_folder), str(tmp_path)],
+        [warm.python(), "-c", script, str(tiny_folder), str(tmp_path)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1], check=True,
     )  # fmt: skip
     assert done.stderr.count("exact update: micro-batches stay as TRL cut them") == 1
