@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, TrainerCallback
 
 from grpo_lab.atomic import write_whole, write_whole_text
 from grpo_lab.trainer.critic.network import Critic
@@ -87,7 +87,9 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
 
 
 @torch.no_grad()
-def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None:
+def take_up(
+    trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
+) -> None:
     """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states, and loaded.
 
     Raises:
@@ -98,15 +100,24 @@ def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None
     folder = Path(checkpoint) / FOLDER
     if not is_critic_folder(str(folder)):
         raise ValueError(
-            f"`resume_from_checkpoint`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
+            f"`{setting}`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
             "checkpoint of a run with a critic, or start from the model in it"
         )
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"`resume_from_checkpoint`: the critic of {checkpoint} does not fit `value.model`: {error}"
-        ) from error
+        raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {error}") from error
 
 
-__all__ = ["FOLDER", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]
+class WithTheBest(TrainerCallback):  # type: ignore[misc]
+    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody saves."""
+
+    def __init__(self, trainer: Any, critic: Critic) -> None:
+        self.trainer, self.critic = trainer, critic
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end:
+            take_up(self.trainer, self.critic, state.best_model_checkpoint, "load_best_model_at_end")
+
+
+__all__ = ["FOLDER", "WithTheBest", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]

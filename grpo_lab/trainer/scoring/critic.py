@@ -41,7 +41,8 @@ def valued(trainer: StepPort, made: Penalised) -> Penalised:
     if value.missing_eos_penalty is not None:
         cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
         earned = task - value.missing_eos_penalty * (cut & scorable)
-    _record_curves(trainer, charged.sum(1), task, earned, scorable)
+    paid = _penalty_columns(made)  # a KL a completion is one of the table's columns
+    _record_curves(trainer, charged.sum(1) + paid, task - paid, earned - paid, scorable)
     rewards = charged + earned.unsqueeze(1) * last_own(mask)
     if value.whiten_rewards:
         counted = mask & scorable.unsqueeze(1)
@@ -74,6 +75,14 @@ def last_own(mask: Tensor) -> Tensor:
     """bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
     ordinal = mask.long().cumsum(1)
     return mask & (ordinal == ordinal[:, -1:])
+
+
+def _penalty_columns(made: Penalised) -> Tensor:
+    """``[B]``: what this rank's completions paid as columns of the table, in units of the reward; 0 where none could score."""
+    table, local = made.table, made.local
+    columns = table.values.size(1) - table.penalties
+    weighted = table.values[:, columns:] * table.weights[columns:].to(table.values.device)
+    return weighted[local.rows].nansum(dim=1).to(local.mask.device)
 
 
 def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
