@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, TrainerCallback
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoConfig, TrainerCallback
 
 from grpo_lab.atomic import write_whole, write_whole_text
 from grpo_lab.trainer.critic.network import Critic
@@ -67,12 +67,18 @@ def load_critic(folder: str | Path) -> Critic:
         if told["format"] != FORMAT:
             raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
         tensors = load_file(place / TENSORS)
-        trunk = AutoModel.from_config(AutoConfig.from_pretrained(place)) if told["own_network"] else None
+        trunk = _network(AutoConfig.from_pretrained(place)) if told["own_network"] else None
         critic = Critic(int(told["hidden_size"]), trunk)
         critic.load_state_dict(tensors)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error
     return critic
+
+
+def _network(config: Any) -> nn.Module:
+    """As ``AutoModel.from_config``, which under ZeRO-3 gives a rank empty parameters that take no tensors; DeepSpeed splits it later."""
+    network: nn.Module = MODEL_MAPPING[type(config)](config)
+    return network
 
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
