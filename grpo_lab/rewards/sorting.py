@@ -45,7 +45,8 @@ def _inclusion(numbers: list[int], answer: Sequence[float]) -> float:
 
 
 def _multiset(numbers: list[int], answer: Sequence[float]) -> float:
-    return float(sum((Counter(numbers) & Counter(answer)).values()) + _in_order(answer))
+    wanted: Counter[float] = Counter(numbers)
+    return float(sum((wanted & Counter(answer)).values()) + _in_order(answer))
 
 
 def _exact(numbers: list[int], answer: Sequence[float]) -> float:

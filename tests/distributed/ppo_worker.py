@@ -72,7 +72,8 @@ def main(model: str, out: str) -> None:
         ]
         weights, share = whole_weights(trainer.accelerator.unwrap_model(trainer.model))
         trainer.save_model(str(Path(out) / kind / "saved"))
-        other = resumed(trainer, model, Path(out), kind, ranks)
+        # FSDP2: torch takes no optimizer state back that lacks moments, and the oracle's SGD has none
+        other = [] if trainer.is_fsdp_enabled else resumed(trainer, model, Path(out), kind, ranks)
         if trainer.accelerator.is_main_process:
             torch.save(weights, Path(out) / f"{kind}.pt")
             losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
