@@ -34,12 +34,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
         ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False. Gradients flow through both: detach ``values`` first.
 
     Raises:
-        ValueError: γ or λ outside [0, 1], or shapes that differ.
+        ValueError: γ or λ outside [0, 1], or shapes that differ or are not ``[B, T]``.
     """
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not (math.isfinite(number) and 0 <= number <= 1):
             raise ValueError(f"{name} is {number}; it lies in [0, 1]")
-    if not rewards.shape == values.shape == mask.shape:
+    if not (rewards.shape == values.shape == mask.shape and rewards.dim() == 2):
         shapes = [tuple(x.shape) for x in (rewards, values, mask)]
         raise ValueError(f"rewards, values and mask have the shapes {shapes}; they must be one shape [B, T]")
     mask = mask.bool()

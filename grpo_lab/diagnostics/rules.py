@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from grpo_lab.diagnostics.windows import (
     PERSISTENCE,
     History,
+    all_alike,
     at_start,
+    has_critic,
     last_steps,
     lasting,
     not_zero,
@@ -117,15 +119,15 @@ def no_learning_rate(history: History, facts: Facts) -> str | None:
 
 
 def _dead(history: History) -> bool:
-    shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
-    return bool(shares) and min(shares) >= 1
+    """With a critic a group of equal rewards teaches like any other."""
+    return all_alike(history) and not has_critic(history)
 
 
 def _nothing_scored(history: History) -> bool:
     """The mean of a reward that scored no completion is logged as NaN."""
     last = history[-PERSISTENCE:]
     means = [number(w, name) for w in last for name in w if name.startswith("rewards/") and name.endswith("/mean")]
-    return _dead(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
+    return all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
 
 
 def nothing_scored(history: History, facts: Facts) -> str | None:
@@ -148,9 +150,10 @@ def all_dead(history: History, facts: Facts) -> str | None:
 
 def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
-    if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history):
+    if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history) or _nothing_scored(history):
         return None
-    return "the gradient is 0 though groups are alive: no token carries loss, or no weight is trained"
+    alive = "completions were scored" if has_critic(history) else "groups are alive"
+    return f"the gradient is 0 though {alive}: no token carries loss, or no weight is trained"
 
 
 def drifting(history: History, facts: Facts) -> str | None:

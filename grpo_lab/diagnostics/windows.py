@@ -55,6 +55,17 @@ def at_start(history: History, *names: str) -> float | None:
     return fmean(found) if found else None
 
 
+def all_alike(history: History) -> bool:
+    """Whether every group of the last windows had equal rewards."""
+    shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
+    return bool(shares) and min(shares) >= 1
+
+
+def has_critic(history: History) -> bool:
+    """Whether the last windows are of PPO with a critic; a window of a batch that is used again logs no reward."""
+    return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
+
+
 def step_of(window: Window) -> int:
     """The optimizer step at the end of the window."""
     return int(number(window, "step") or 0)
@@ -96,7 +107,9 @@ __all__ = [
     "PERSISTENCE",
     "History",
     "Window",
+    "all_alike",
     "at_start",
+    "has_critic",
     "last_steps",
     "lasting",
     "not_zero",

@@ -31,6 +31,7 @@ class Panel:
         return [name for _, names in self.lines for name in names]
 
 
+DEAD_GROUPS = "Dead groups"
 PANELS = [
     Panel(
         "Lengths of correct and incorrect answers",
@@ -43,7 +44,7 @@ PANELS = [
         ),
     ),
     Panel(
-        "Dead groups",
+        DEAD_GROUPS,
         "All completions of the group have the same reward, so the group teaches nothing.",
         "share of groups",
         (("dead", ("groups/dead_share", "frac_reward_zero_std")),),
@@ -152,6 +153,8 @@ def panel_views(record: RunRecord) -> list[PanelView]:
     """All panels of a run: accuracy, reward, then `PANELS`; optional ones only where something was recorded."""
     views = [*_working(record), _accuracy(record), _reward(record)]
     for panel in PANELS:
+        if panel.title == DEAD_GROUPS and record.first_of("ppo/task_reward"):
+            continue  # with a critic no group is dead
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines]
         drawn = any(line.points for line in lines)
         if drawn or not panel.optional:

@@ -125,8 +125,10 @@ class RoundParts:
         if not rows:
             needed = "right on some" if self.recipe.method in IMITATE else "right and wrong on the same"
             raise ValueError(
-                f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems; the model has to be "
-                f"{needed}. Raise `n_samples` or `rounds.questions`, or take other `data`"
+                f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems: of {counts['samples']} "
+                f"samples {counts['scored']} could be scored and {counts['right']} are right, and the model has to be {needed}. Raise "
+                "`n_samples` or `rounds.questions`, or take other `data` (or `reward`, where nothing could be scored), in another "
+                f"`output_dir` or with --overwrite; the model so far is {at.current}"
             )
         write_json_lines(at.folder / ROWS, rows)
         return {**counts, "rows": len(rows)}

@@ -130,6 +130,11 @@ class RoundsRecipe:
                 "`rounds.train_from` is 'base'; `method: online_rft` goes on with the last model (`expert_iteration` may begin "
                 "from the base in each round)"
             )
+        if name in PREFER and self.sampling.n_samples < 2:
+            raise ValueError(
+                f"`n_samples` is {self.sampling.n_samples}; `method: {name}` holds a right answer against a wrong one of the same "
+                "question and needs at least 2"
+            )
         self._check_models()
 
     def _check_models(self) -> None:

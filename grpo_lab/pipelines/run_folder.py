@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -125,10 +126,12 @@ def _reopen(folder: Path, longer: bool) -> None:
 
 def _remove_earlier(recipe: Recipe) -> None:
     """What a resumed run, or a report of it, would take for its own. What this very run starts from stays."""
-    folder, start = recipe.output_dir, Path(recipe.model.path or "").resolve()
+    folder, value = recipe.output_dir, recipe.arguments.get("value")
+    critic = value.get("model") if isinstance(value, Mapping) else value
+    needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
     earlier = (*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"))
-    for stale in (*earlier, folder / SAVING, folder / "cold_start", folder / "evaluation"):
-        if start != stale.resolve():
+    for stale in (*earlier, folder / SAVING, folder / "cold_start", folder / "evaluation", folder / "critic"):
+        if not any(one.is_relative_to(stale.resolve()) for one in needed):
             shutil.rmtree(stale, ignore_errors=True)
 
 

@@ -96,7 +96,7 @@ def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
         return {}
     if overwrite:
         return {}
-    then, now = found.get("recipe", {}), settings_of(recipe)
+    then, now = _by_name(found.get("recipe", {})), _by_name(settings_of(recipe))
     if other := sorted(key for key in {**then, **now} if then.get(key) != now.get(key)):
         said = "; ".join(f"`{key}` was {_short(then.get(key))} and is {_short(now.get(key))}" for key in other)
         raise ValueError(f"{name} holds a run with other settings: {said}. Choose another, or give --overwrite")
@@ -115,6 +115,17 @@ def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
     said["model_files"] = {str(path): model_files(str(path)) for path in sorted(map(str, local))}
     plain: dict[str, Any] = json.loads(json.dumps(said, default=str))
     return plain
+
+
+def _by_name(settings: dict[str, Any]) -> dict[str, Any]:
+    """As a recipe names them: `rounds.questions`, and what stands beside the sections without one (`n_samples`)."""
+    named: dict[str, Any] = {}
+    for section, value in settings.items():
+        fields = value if isinstance(value, dict) else {"": value}
+        named |= {
+            name if section == "sampling" else f"{section}.{name}".rstrip("."): one for name, one in fields.items()
+        }
+    return named
 
 
 def _claim(recipe: RoundsRecipe, overwrite: bool) -> Path:

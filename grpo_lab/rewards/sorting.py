@@ -12,6 +12,7 @@ the code and 5 by the formula. A uniformly random answer (L = 4 of V = 10) earns
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,31 +22,38 @@ from typing import Any
 from grpo_lab.rewards.completion import completion_text
 
 _INTEGER = re.compile(r"-?[0-9]+")
-#: a longer run of digits is no number of a prompt
-MOST_DIGITS = 18
+#: Python reads no longer one; beyond it a number is in order and equals none
+MOST_DIGITS = 4000
 
 
-def _in_order(answer: Sequence[int | None]) -> int:
-    return sum(a is not None and b is not None and a <= b for a, b in pairwise(answer))
+def _number(digits: str) -> float:
+    if len(digits) <= MOST_DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
 
 
-def _distance(numbers: list[int], answer: Sequence[int | None]) -> float:
+def _in_order(answer: Sequence[float]) -> int:
+    return sum(a <= b for a, b in pairwise(answer))
+
+
+def _distance(numbers: list[int], answer: Sequence[float]) -> float:
     return float(sum(a == b for a, b in zip(sorted(numbers), answer, strict=True)))
 
 
-def _inclusion(numbers: list[int], answer: Sequence[int | None]) -> float:
+def _inclusion(numbers: list[int], answer: Sequence[float]) -> float:
     return float(sum(x in answer for x in numbers) + _in_order(answer))
 
 
-def _multiset(numbers: list[int], answer: Sequence[int | None]) -> float:
-    return float(sum((Counter(numbers) & Counter(x for x in answer if x is not None)).values()) + _in_order(answer))
+def _multiset(numbers: list[int], answer: Sequence[float]) -> float:
+    wanted: Counter[float] = Counter(numbers)
+    return float(sum((wanted & Counter(answer)).values()) + _in_order(answer))
 
 
-def _exact(numbers: list[int], answer: Sequence[int | None]) -> float:
+def _exact(numbers: list[int], answer: Sequence[float]) -> float:
     return float(list(answer) == sorted(numbers))
 
 
-KINDS: dict[str, Callable[[list[int], Sequence[int | None]], float]] = {
+KINDS: dict[str, Callable[[list[int], Sequence[float]], float]] = {
     "distance": _distance,
     "inclusion_ordering": _inclusion,
     "inclusion_ordering_multiset": _multiset,
@@ -88,13 +96,14 @@ class SortingReward:
         return [self._score(completion_text(text), row) for text, row in zip(completions, numbers, strict=True)]
 
     def _score(self, text: str, row: Sequence[int]) -> float | None:
-        if not row:
+        if isinstance(row, str):
+            raise ValueError(f"`numbers` holds the text {row!r}; it must be a list of integers")
+        if row is None or len(row) == 0:
             return None
         found = _INTEGER.findall(text)
         if len(found) != len(row):
             return 0.0
-        answer = [int(one) if len(one) <= MOST_DIGITS else None for one in found]
-        return KINDS[self.kind]([int(x) for x in row], answer)
+        return KINDS[self.kind]([int(x) for x in row], [_number(one) for one in found])
 
 
 __all__ = ["KINDS", "SortingReward"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.trainer.critic.build import with_critic
+from grpo_lab.trainer.critic.files import WithTheBest
 from grpo_lab.trainer.critic.optimizer import CriticAlone
 from grpo_lab.trainer.door import Given
 from grpo_lab.trainer.metrics.book import unrecorded
@@ -95,6 +96,8 @@ class Parts:
             first.insert(0, self.optimizer_reset)  # other callbacks see it done
         for ours in (self.kl, self.reference, self.guard, self.generation_buffer):
             first.insert(0, ours)  # others may write a checkpoint
+        if self.critic is not None and trainer.args.load_best_model_at_end:
+            first.insert(0, WithTheBest(trainer, self.critic))
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 

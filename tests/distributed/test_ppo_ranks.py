@@ -1,8 +1,10 @@
-"""PPO on 1 and 2 ranks, and on 2 that each hold half of the policy and of the critic: the float64 loop's weights."""
+"""PPO on 1 and 2 ranks, and on 2 that each hold half of the policy and of the critic (FSDP2, ZeRO): the float64 loop's weights, and a
+resume inside a generation batch to the bit (not under FSDP2, where torch takes back no optimizer without moments). ZeRO is skipped where DeepSpeed is not installed."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,26 +13,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_oracle
 from distributed.launch import HERE, RECIPES, accelerate_launch
+from distributed.test_zero import ON_CPUS
 from grpo_lab.trainer.critic.files import load_critic
 from parity.harness import Run, assert_same_movement
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (2, True)], ids=["one", "ddp", "fsdp2"])
-def test_final_weights(ranks: int, sharded: bool, tiny_folder: Path, tmp_path: Path) -> None:
+#: recipe → the script that brings it to CPU ranks
+BEFORE = {"fsdp2": ["cpu_fsdp2.py"], "zero2": ["cpu_zero.py"], "zero3": ["cpu_zero.py"]}
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe"),
+    [
+        (1, "single"), (2, "ddp"), (2, "fsdp2"), pytest.param(2, "zero2", marks=DEEPSPEED), pytest.param(2, "zero3", marks=DEEPSPEED)
+    ],
+)  # fmt: skip
+def test_final_weights_and_a_resume(ranks: int, recipe: str, tiny_folder: Path, tmp_path: Path) -> None:
     for kind in ppo_oracle.KINDS:
         ppo_oracle.critic_folder(tmp_path / f"critic-{kind}", kind)
-    config = RECIPES / ("fsdp2.yaml" if sharded else "ddp.yaml" if ranks > 1 else "single.yaml")
-    before = [str(HERE / "cpu_fsdp2.py")] if sharded else []
-    accelerate_launch(
-        config, ranks, [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)], timeout=300
-    )
+    before = [str(HERE / name) for name in BEFORE.get(recipe, [])]
+    words = [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)]
+    more = ON_CPUS if recipe.startswith("zero") else {}
+    accelerate_launch(RECIPES / f"{recipe}.yaml", ranks, words, timeout=300, **more)
     eos = AutoTokenizer.from_pretrained(tiny_folder).eos_token_id
     for kind in ppo_oracle.KINDS:
         report = json.loads((tmp_path / f"{kind}.json").read_text())
         assert report["world"] == ranks
-        assert report["share"] == pytest.approx(0.5 if sharded else 1.0, abs=0.02)
+        assert report["share"] == pytest.approx(0.5 if recipe in ("fsdp2", "zero3") else 1.0, abs=0.02)
+        assert report["resumed"] == []
         critic = tmp_path / f"critic-{kind}"
         start = {n: v.float() for n, v in ppo_oracle.Oracle(tiny_folder, critic, kind, eos).state().items()}
         expected = ppo_oracle.replayed(tiny_folder, critic, kind, eos, report["batches"], 4).state()

@@ -139,6 +139,51 @@ def test_saved_evaluated_and_followed_by_its_reference(tiny_folder: Path, tmp_pa
     assert (again.parts.critic.head.weight != 0).any()
 
 
+def falling() -> Any:
+    """Less in every call, and the same for all: the first checkpoint is the best."""
+    calls: list[int] = []
+
+    def falling_reward(completions: list[Any], **_: Any) -> list[float]:
+        calls.append(1)
+        return [1.0 / len(calls)] * len(completions)
+
+    return falling_reward
+
+
+def test_the_best_checkpoints_critic_a_kl_a_completion_and_its_controller(tiny_folder: Path, tmp_path: Path) -> None:
+    """The critic of the best checkpoint comes with its policy; a KL charged a completion stands in the curves; in the warm-up β stays."""
+    kl = {"estimator": "k1", "placement": "reward", "per": "sequence", "coefficient": 0.5, "target": 0.1}
+    trainer = small(
+        tiny_folder, tmp_path / "out", reward=falling(), kl=kl, value={"warmup_steps": 1, "learning_rate": 0.05}, max_steps=3,
+        learning_rate=0.02, eval_dataset=problems(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_rewards/falling_reward/mean",
+        greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.parts.critic is not None
+    best = tmp_path / "out" / "checkpoint-1"
+    assert Path(trainer.state.best_model_checkpoint) == best
+    critic = trainer.parts.critic.state_dict()
+    for step, same in ((1, True), (3, False)):
+        saved = load_file(tmp_path / "out" / f"checkpoint-{step}" / "critic" / "critic.safetensors")
+        assert all(torch.equal(value, critic[name]) for name, value in saved.items()) is same
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    # KL 0, below the target: × (1 − 0.1 · 0.2) after each batch, but not after the warm-up's
+    assert [row["kl/beta"] for row in rows] == pytest.approx([0.5, 0.5, 0.49], rel=1e-6)
+    assert rows[2]["kl/reward_penalty"] != 0
+    for row in rows:
+        charged = -row["kl/beta"] * row["kl/reward_penalty"]
+        assert row["ppo/kl_reward"] == pytest.approx(charged, rel=1e-5, abs=1e-7)
+        assert row["ppo/task_reward"] == pytest.approx(row["rewards/falling_reward/mean"], rel=1e-6)
+        assert row["ppo/shaped_reward"] == pytest.approx(row["ppo/task_reward"] + charged, rel=1e-5)
+    # a policy's own file lacks the whole critic, and HF is not told that anything is missing; a part of one is
+    state = trainer.model.state_dict()
+    policy = dict(trl_bridge.without_critic(state.items()))
+    assert not trainer.model.load_state_dict(policy, strict=False).missing_keys
+    half = {name: value for name, value in state.items() if not name.endswith("head.bias")}
+    assert trainer.model.load_state_dict(half, strict=False).missing_keys == [f"{trl_bridge.CRITIC}.head.bias"]
+
+
 class Watched(PPOTrainer):
     """Keeps texts and rewards of each generation."""
 

@@ -87,3 +87,6 @@ def test_what_is_no_discount(gamma: float, lam: float, said: str) -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match=r"\[\(1, 2\), \(1, 3\), \(1, 2\)\]"):
         gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, dtype=torch.bool))
+    for shape in ((2,), (1, 1, 2)):
+        with pytest.raises(ValueError, match=r"must be one shape \[B, T\]"):
+            gae(torch.zeros(shape), torch.zeros(shape), torch.ones(shape, dtype=torch.bool))

@@ -12,6 +12,7 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.windows import rise_in_errors
 from grpo_lab.evaluation.health import facts_of, last_verdict, verdicts, windows
+from grpo_lab.evaluation.panels import panel_views
 from grpo_lab.evaluation.run_record import RunRecord
 
 HEALTHY = {
@@ -173,6 +174,32 @@ def test_a_step_that_was_left_out_lost_no_weights() -> None:
 def test_nothing_scored_is_neither_dead_groups_nor_lost_weights() -> None:
     unscored = {**DEAD, "reward": math.nan, "rewards/a/mean": math.nan}
     assert tripped(run(*[unscored] * 3)) == {"nothing scored"}
+
+
+PPO = {"ppo/task_reward": 0.0}
+
+
+def test_with_a_critic_no_group_is_dead() -> None:
+    """Equal rewards have returns to learn from; that nothing was scored, or that there is no gradient, is said all the same."""
+    alike = {**DEAD, **PPO, "reward": 0.0, "grad_norm": 0.3, "loss": 0.05}
+    assert tripped(run(*[alike] * 3)) == set()
+    assert (
+        tripped(run(*[alike] * 2, {**DEAD, "grad_norm": 0.3, "loss": 0.05})) == set()
+    )  # a second update of a batch logs no reward
+    assert tripped(run(*[{**alike, "grad_norm": 0.0}] * 3)) == {"no gradient"}
+    assert "though completions were scored" in diagnose(run(*[{**alike, "grad_norm": 0.0}] * 3)).line
+    unscored = {**alike, "grad_norm": 0.0, "reward": math.nan, "rewards/a/mean": math.nan}
+    assert tripped(run(*[unscored] * 3)) == {"nothing scored"}
+
+
+def test_the_report_of_a_critic_has_no_plot_of_dead_groups(tmp_path: Path) -> None:
+    metrics = {"groups/dead_share": [(1, 0.5)], "loss": [(1, 0.1)]}
+    assert "Dead groups" in [view.title for view in panel_views(RunRecord(tmp_path, metrics=metrics))]
+    titles = [
+        view.title for view in panel_views(RunRecord(tmp_path, metrics={**metrics, "ppo/task_reward": [(1, 0.5)]}))
+    ]
+    assert "Dead groups" not in titles
+    assert "Rewards of PPO" in titles
 
 
 def test_loss_zero_is_healthy_only_at_one_update_a_batch() -> None:

@@ -11,6 +11,7 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.evaluation.rounds_page import figures, rounds_page
 from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
 from grpo_lab.pipelines.rounds import Round, carry_out, read_facts, rounds
 from grpo_lab.pipelines.rounds_plan import plan_of_rounds
@@ -108,6 +109,7 @@ def test_a_batch_of_which_a_part_is_there_is_drawn_again(tmp_path: Path, there: 
         ({"model": {"path": "m", "lora": {"r": 1}}}, "`model.lora`: rounds train all weights"),
         ({"method": "simpo", "pairs": {"reference": "base"}}, "simpo`, which has no reference"),
         ({"data": None}, "needs `data`"),
+        ({"method": "dpo", "n_samples": 1}, "`n_samples` is 1; `method: dpo` holds a right answer against a wrong one"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
@@ -189,14 +191,31 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert check_folder(recipe(), False) == run
     assert check_folder(recipe(rounds={"count": 4}, name="another", keep_models=False), False) == run
-    with pytest.raises(ValueError, match=r"`sampling` was .*0.5|other settings: `sampling`"):
+    with pytest.raises(ValueError, match=r"other settings: `temperature` was 1\.0 and is 0\.5\. Choose"):
         check_folder(recipe(temperature=0.5), False)
+    with pytest.raises(
+        ValueError, match=r"`keep\.per_problem` was null and is 2; `training\.beta2` was null and is 1\. Choose"
+    ):
+        check_folder(recipe(keep={"per_problem": 2}, training={"beta2": 1}), False)
     with pytest.raises(ValueError, match="it can only grow"):
         check_folder(recipe(rounds={"count": 2}), False)
     assert check_folder(recipe(temperature=0.5), True) == {}
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="holds something else"):
         check_folder(recipe(), False)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [([None, None], "0 could be scored and 0 are right"), ([1.0, 1.0], "2 could be scored and 2 are")],
+)
+def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tmp_path: Path) -> None:
+    parts = RoundParts(rounds_recipe_from({**GOOD, "method": "dpo"}))
+    parts.__dict__["rows"] = [{"prompt": "q"}]
+    line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
+    (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):
+        parts.select(Round(1, tmp_path, "last/model", "start"))
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------

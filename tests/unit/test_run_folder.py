@@ -49,3 +49,18 @@ def test_overwrite_leaves_no_checkpoint_of_the_run_before(tmp_path: Path) -> Non
     (folder / "checkpoint-60").mkdir()
     claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=True, resume=False)
     assert not (folder / "checkpoint-60").exists()
+
+
+def test_overwrite_leaves_no_critic_of_the_run_before_but_the_one_it_starts_from(tmp_path: Path) -> None:
+    """A critic beside the policy of another run would be taken for that policy's."""
+    out = tmp_path / "out"
+    claim(recipe(out), overwrite=False, resume=False)
+    for start in (out / "critic", out / "checkpoint-60" / "critic"):
+        for value in (str(start), {"model": str(start)}):
+            start.mkdir(parents=True, exist_ok=True)
+            claim(recipe(out, value=value), overwrite=True, resume=False)
+            assert start.is_dir()
+    (out / "critic").mkdir()
+    claim(recipe(out, value={"model": "head"}), overwrite=True, resume=False)
+    assert not (out / "critic").exists()
+    assert not (out / "checkpoint-60").exists()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_lab.rewards import SortingReward
 
@@ -58,6 +60,23 @@ def test_conversations_and_hostile_numbers() -> None:
     said = [[{"role": "assistant", "content": "1 2 3 4"}], "9" * 100_000 + " 1 2 3", "1 2 3 ４"]
     assert SortingReward("exact")(completions=said, numbers=[[1, 2, 3, 4]] * 3) == [1.0, 0.0, 0.0]
     assert SortingReward("distance")(completions=["1"], numbers=[[]]) == [None]
+
+
+def test_a_number_of_any_length_has_its_place_in_the_order() -> None:
+    """[1, 2] → 1, 9…9: 1 is included, and the pair is in order."""
+    for digits in (30, 5000):
+        for kind in ("inclusion_ordering", "inclusion_ordering_multiset"):
+            assert score(kind, "1 " + "9" * digits, [1, 2]) == 2
+            assert score(kind, "9" * digits + " 1", [1, 2]) == 1
+            assert score(kind, "-" + "9" * digits + " 1", [1, 2]) == 2
+    assert score("exact", "1 " + "9" * 30, [int("9" * 30), 1]) == 1
+
+
+def test_rows_as_a_data_set_gives_them() -> None:
+    rows = [np.array([2, 1]), torch.tensor([2, 1]), (2, 1), None, np.array([], dtype=int)]
+    assert SortingReward("exact")(completions=["1 2"] * 5, numbers=rows) == [1.0, 1.0, 1.0, None, None]  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"`numbers` holds the text '2 1'; it must be a list of integers"):
+        SortingReward("exact")(completions=["1 2"], numbers=["2 1"])  # type: ignore[list-item]
 
 
 def test_what_is_refused() -> None:

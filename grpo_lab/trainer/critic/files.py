@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoConfig, TrainerCallback
 
 from grpo_lab.atomic import write_whole, write_whole_text
 from grpo_lab.trainer.critic.network import Critic
@@ -67,12 +67,18 @@ def load_critic(folder: str | Path) -> Critic:
         if told["format"] != FORMAT:
             raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
         tensors = load_file(place / TENSORS)
-        trunk = AutoModel.from_config(AutoConfig.from_pretrained(place)) if told["own_network"] else None
+        trunk = _network(AutoConfig.from_pretrained(place)) if told["own_network"] else None
         critic = Critic(int(told["hidden_size"]), trunk)
         critic.load_state_dict(tensors)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error
     return critic
+
+
+def _network(config: Any) -> nn.Module:
+    """As ``AutoModel.from_config``, which under ZeRO-3 gives a rank empty parameters that take no tensors; DeepSpeed splits it later."""
+    network: nn.Module = MODEL_MAPPING[type(config)](config)
+    return network
 
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
@@ -87,7 +93,9 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
 
 
 @torch.no_grad()
-def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None:
+def take_up(
+    trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
+) -> None:
     """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states, and loaded.
 
     Raises:
@@ -98,15 +106,24 @@ def take_up(trainer: Any, critic: Critic | None, checkpoint: str | None) -> None
     folder = Path(checkpoint) / FOLDER
     if not is_critic_folder(str(folder)):
         raise ValueError(
-            f"`resume_from_checkpoint`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
+            f"`{setting}`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
             "checkpoint of a run with a critic, or start from the model in it"
         )
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"`resume_from_checkpoint`: the critic of {checkpoint} does not fit `value.model`: {error}"
-        ) from error
+        raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {error}") from error
 
 
-__all__ = ["FOLDER", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]
+class WithTheBest(TrainerCallback):  # type: ignore[misc]
+    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody saves."""
+
+    def __init__(self, trainer: Any, critic: Critic) -> None:
+        self.trainer, self.critic = trainer, critic
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end:
+            take_up(self.trainer, self.critic, state.best_model_checkpoint, "load_best_model_at_end")
+
+
+__all__ = ["FOLDER", "WithTheBest", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]

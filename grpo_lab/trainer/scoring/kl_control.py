@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.atomic import write_whole_text
+from grpo_lab.trainer.critic.optimizer import is_warming_up
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -40,7 +41,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         self._loaded = False
 
     def charged(self, of_completions: Tensor) -> None:
-        """What the batch at hand had; β moves on, in training only.
+        """What the batch at hand had; β moves on, in training only, and not while a critic learns alone: no β could move the KL.
 
         Args:
             of_completions: float64 ``[N]`` over all ranks, Σ_t (log π − log π_ref) of each completion, nats.
@@ -52,7 +53,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         book = self.trainer.recorder.book()
         book.add_alike("kl/measured", of_completions.sum(), number)
         book.add_alike("kl/beta", of_completions.new_tensor(self.coefficient), 1)
-        if self.trainer.recorder.mode() == "train":
+        if self.trainer.recorder.mode() == "train" and not is_warming_up(self.trainer):
             self.coefficient = self.control.following(self.coefficient, measured, number)
 
     # -- HF's events, checkpoints ----------------------------------------------------------------------------------------
