@@ -17,11 +17,13 @@ Found = Mapping[str, list[dict[str, Any]]]
 def table(found: Found) -> str:
     """One line an arm; mean ± 95% interval over seeds (Student's t), and the seeds."""
     curves = {arm: [run["points"] for run in runs] for arm, runs in found.items()}
-    shared = min((p[-1]["tokens"] for runs in curves.values() for p in runs if p[-1]["tokens"]), default=math.nan)
+    totals = [max(p[-1]["tokens"] for p in runs) for runs in curves.values()]
+    shared = min((total for total in totals if total), default=math.nan)  # no seed of the thriftiest arm has more
     heads = ("held-out accuracy at the end", f"after {shared / 1e3:,.0f} k generated tokens", "mean over the steps")
     heads += (
         "generated tokens, k",
         "variance of differences, points²",
+        "of the second half",
         "seconds of training",
         "memory above the libraries, MiB",
     )
@@ -37,6 +39,7 @@ def table(found: Found) -> str:
             spread([fmean(one["accuracy"] for one in p[1:] or p) for p in runs]),
             f"{fmean(p[-1]['tokens'] for p in runs) / 1e3:,.0f}",
             f"{fmean(smoothness(p) for p in runs):.1f}",
+            f"{fmean(smoothness(p[len(p) // 2 :]) for p in runs):.1f}",
             f"{fmean(p[-1]['seconds'] for p in runs):.0f}",
             f"{fmean(run['memory_mib'] for run in found[arm]):.0f}",
         ]
@@ -59,7 +62,7 @@ def draw(found: Found, path: Path) -> None:
                 last = fmean(curve[-1][1] for curve in curves)
                 axis.axhline(last, color=colour, linestyle=":", label=f"{arm} (generates nothing)")
             else:
-                _lines(axis, curves, colour, arm)
+                _lines(axis, curves, colour, arm, "steps-post" if over == "tokens" else "default")
         axis.set(xlabel=title)
         axis.grid(alpha=0.25)
     axes[0].set(ylabel="held-out accuracy, greedy")
@@ -69,10 +72,13 @@ def draw(found: Found, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _lines(axis: Any, curves: list[list[tuple[float, float]]], colour: str, arm: str) -> None:
-    """Seeds measured at different places (rounds of unequal length) are averaged place by place, as far as all of them go."""
+def _lines(axis: Any, curves: list[list[tuple[float, float]]], colour: str, arm: str, style: str) -> None:
+    """Seeds measured at different places (rounds of unequal length) are averaged place by place, as far as all of them go.
+
+    Over tokens a line is a stair: a method that generates all its tokens first has learned nothing until then.
+    """
     for curve in curves:
-        axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8)
+        axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8, drawstyle=style)
     at = list(zip(*curves, strict=False))
     mean = [(fmean(x for x, _ in one), fmean(y for _, y in one)) for one in at]
-    axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=arm)
+    axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=arm, drawstyle=style)
