@@ -18,6 +18,7 @@ from grpo_lab.diagnostics.windows import (
     has_critic,
     last_steps,
     lasting,
+    no_completion_scored,
     not_zero,
     number,
     recent,
@@ -106,7 +107,7 @@ def not_finite(history: History, facts: Facts) -> str | None:
     if number(history[-1], "guard/left_out"):
         why = [kind for kind in not_zero(history[-1], "guard/") if kind != "left_out"]
         return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
-    looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if _nothing_scored(history) else ("reward",)))
+    looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if no_completion_scored(history) else ("reward",)))
     found = [name for name in looked_at if not math.isfinite(number(history[-1], name) or 0)]
     return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
 
@@ -123,22 +124,15 @@ def _dead(history: History) -> bool:
     return all_alike(history) and not has_critic(history)
 
 
-def _nothing_scored(history: History) -> bool:
-    """The mean of a reward that scored no completion is logged as NaN."""
-    last = history[-PERSISTENCE:]
-    means = [number(w, name) for w in last for name in w if name.startswith("rewards/") and name.endswith("/mean")]
-    return all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
-
-
 def nothing_scored(history: History, facts: Facts) -> str | None:
-    if not _nothing_scored(history):
+    if not no_completion_scored(history):
         return None
     return "no completion was scored, every reward gave None or NaN, so nothing is learned"
 
 
 def all_dead(history: History, facts: Facts) -> str | None:
     """Over three windows; before that only where nothing has ever been rewarded: no gradient can come out of such a start."""
-    if not _dead(history) or _nothing_scored(history):
+    if not _dead(history) or no_completion_scored(history):
         return None
     reward = recent(history, "reward")
     if len(history) < PERSISTENCE and any(values(history, "reward") or [1.0]):
@@ -150,7 +144,7 @@ def all_dead(history: History, facts: Facts) -> str | None:
 
 def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
-    if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history) or _nothing_scored(history):
+    if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history) or no_completion_scored(history):
         return None
     alive = "completions were scored" if has_critic(history) else "groups are alive"
     return f"the gradient is 0 though {alive}: no token carries loss, or no weight is trained"

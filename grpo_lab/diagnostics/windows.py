@@ -61,6 +61,13 @@ def all_alike(history: History) -> bool:
     return bool(shares) and min(shares) >= 1
 
 
+def no_completion_scored(history: History) -> bool:
+    """The mean of a reward that scored no completion is logged as NaN."""
+    last = history[-PERSISTENCE:]
+    means = [number(w, name) for w in last for name in w if name.startswith("rewards/") and name.endswith("/mean")]
+    return all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
+
+
 def has_critic(history: History) -> bool:
     """Whether the last windows are of PPO with a critic; a window of a batch that is used again logs no reward."""
     return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
@@ -112,6 +119,7 @@ __all__ = [
     "has_critic",
     "last_steps",
     "lasting",
+    "no_completion_scored",
     "not_zero",
     "number",
     "recent",

@@ -40,7 +40,8 @@ def test_tokens_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
     assert [(p["step"], p["tokens"], p["accuracy"]) for p in found] == [(0, 0, 0.1), (2, 248, 0.3), (4, 488, 0.5)]
     assert arms.at_tokens(found, 247) == 0.1  # nothing better was there yet
     assert arms.at_tokens(found, 248) == 0.3
-    assert math.isnan(arms.at_tokens(found, 489))
+    assert arms.at_tokens(found, 513) == 0.5  # 488 are 95% of it
+    assert math.isnan(arms.at_tokens(found, 514))
     # 10, 30, 50 percent: differences 20 and 20; then 20 and 0, mean 10, variance 100
     assert arms.smoothness(found) == pytest.approx(0.0, abs=1e-9)
     assert arms.smoothness([*found[:2], found[1]]) == pytest.approx(100.0)
