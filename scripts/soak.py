@@ -94,7 +94,8 @@ def slope_of(steps: list[int], values: list[float], blocks: int = BLOCKS) -> Slo
     x = [math.fsum(steps[a:b]) / (b - a) / 1000 for a, b in parts]
     y = [math.fsum(values[a:b]) / (b - a) for a, b in parts]
     line = stats.linregress(x, y)
-    half = float(stats.t.ppf(0.975, blocks - 2)) * float(line.stderr)
+    error = float(line.stderr) if len(set(y)) > 1 else 0.0  # of a column that never moves scipy has no error
+    half = float(stats.t.ppf(0.975, blocks - 2)) * error
     return Slope(y[0], y[-1], float(line.slope), float(line.slope) - half, float(line.slope) + half)
 
 

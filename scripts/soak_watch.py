@@ -66,5 +66,7 @@ def fractions(completions: list[Any], completion_ids: list[list[int]], **_: Any)
 @functools.cache
 def _accuracy() -> Any:
     from grpo_lab.rewards import AccuracyReward
+    from grpo_lab.verifiers import math_equality
 
+    math_equality._CACHE_LIMIT = 512  # verdicts that are remembered, 65,536 otherwise: full within the warm-up, so that what is filled is not seen as growth
     return AccuracyReward(fast_path=False)

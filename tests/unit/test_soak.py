@@ -25,6 +25,12 @@ def test_the_slope_by_hand() -> None:
     assert found.high == pytest.approx(0.5 + 11.0039, rel=1e-4)
 
 
+def test_a_column_that_never_moves_is_flat() -> None:
+    found = soak.slope_of(list(range(40)), [8.0] * 40, blocks=20)
+    assert (found.first, found.slope, found.low, found.high) == (8.0, 0.0, 0.0, 0.0)
+    assert found.flat(0.1)
+
+
 def test_too_few_samples() -> None:
     with pytest.raises(ValueError, match="39 samples after the warm-up are too few for 20 blocks"):
         soak.slope_of(list(range(39)), [0.0] * 39)
