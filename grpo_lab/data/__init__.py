@@ -5,6 +5,7 @@ answer as text), ``question``, ``template`` (name of the prompt template), and m
 trl nor transformers; ``datasets`` is loaded on the first call.
 """
 
+from grpo_lab.data.code_benchmarks import load_humaneval, load_mbpp
 from grpo_lab.data.coding_tasks import coding_tasks
 from grpo_lab.data.countdown import countdown
 from grpo_lab.data.file import load_file
@@ -31,7 +32,9 @@ __all__ = [
     "iter_word_problems",
     "load_file",
     "load_gsm8k",
+    "load_humaneval",
     "load_math",
+    "load_mbpp",
     "proofs",
     "sorting",
     "word_problems",

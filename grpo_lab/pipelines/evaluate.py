@@ -15,7 +15,7 @@ from typing import Any
 from grpo_lab.pipelines.kept import Kept
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
-from grpo_lab.pipelines.parts import MADE
+from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.reading import read
@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("model", help="folder or hub name")
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--data", help=f"file, gsm8k, math or {', '.join(MADE)} (or give --like)", **given)
+    rows.add_argument("--data", help=f"{', '.join(READ)} or {', '.join(MADE)} (or give --like)", **given)
     rows.add_argument(
         "--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed"
     )
     rows.add_argument(
-        "--source", help="hub name, folder, or jsonl or parquet file of the rows (file, gsm8k, math)", **given
+        "--source", help=f"hub name, folder, or jsonl or parquet file of the rows ({', '.join(READ)})", **given
     )
     rows.add_argument(
         "--split",
-        help="default: test. gsm8k: train, test; math: of its source; file: the file's stem in a folder; "
+        help="default: test. gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
         f"{', '.join(MADE)}: {', '.join(SPLITS)}",
         **given,
     )
@@ -142,7 +142,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
     rows |= {name: said[name] for name in ("split", "source") if name in said}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
-            "give one of --data (file, gsm8k, math, one that is made: word_problems, …) and --like (a run's folder, or a recipe)"
+            "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like (a run's folder, or a recipe)"
         )
     if known.like is not None:
         like = held_out_like(known.like)
@@ -155,7 +155,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
             **data.arguments,
         }
     else:
-        judge = MADE.get(said["data"], STRICT_ACCURACY.name)
+        judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
         reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
         plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
         written = {"loader": said["data"], "split": "test"}

@@ -26,15 +26,11 @@ from grpo_lab.reading import hints_of, typed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MADE = {
-    "word_problems": "accuracy",
-    "coding_tasks": "code",
-    "countdown": "countdown",
-    "proofs": "proof",
-    "sorting": "sorting",
-}
-"""Loaders that make their rows → the reward that judges them."""
-LOADERS = {"file": "load_file", "gsm8k": "load_gsm8k", "math": "load_math", **{name: name for name in MADE}}
+READ = {"file": "accuracy", "gsm8k": "accuracy", "math": "accuracy", "humaneval": "code", "mbpp": "code"}
+MADE = {"word_problems": "accuracy", "coding_tasks": "code", "proofs": "proof"}
+MADE |= {"countdown": "countdown", "sorting": "sorting"}
+"""Loaders that read their rows, and that make them → the reward that judges them."""
+LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
 REWARDS = {
     "accuracy": "AccuracyReward",
     "boxed": "BoxedReward",

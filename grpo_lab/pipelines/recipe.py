@@ -70,7 +70,7 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, or one that makes them: ``word_problems``, ``coding_tasks``,
+    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``humaneval``, ``mbpp``, or one that makes them: ``word_problems``, ``coding_tasks``,
     ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
 
     Args:

@@ -107,7 +107,7 @@ def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.Captu
         (["--like", "/nowhere"], "no such folder or file"),
         (
             ["--data", "gsm"],
-            "must be one of coding_tasks, countdown, file, gsm8k, math, proofs, sorting, word_problems",
+            "must be one of coding_tasks, countdown, file, gsm8k, humaneval, math, mbpp, proofs, sorting, word_problems",
         ),
         (
             ["--data", "gsm8k", "--largest", "5"],

@@ -59,7 +59,7 @@ def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture
     said = " ".join(capsys.readouterr().out.split())
     assert "heldout" not in said
     for words in (
-        "file, gsm8k, math or word_problems, coding_tasks, countdown, proofs, sorting",
+        "file, gsm8k, math, humaneval, mbpp or word_problems, coding_tasks, proofs, countdown, sorting",
         "sorting: test, cold_start, train",
         "--largest",
         "--like RUN",
