@@ -51,7 +51,7 @@ def load_humaneval(
         head, test = text_of(row, "prompt", number, source), text_of(row, "test", number, source)
         name = text_of(row, "entry_point", number, source)
         program = head + text_of(row, "canonical_solution", number, source)
-        asked = f"Complete this Python function. Answer with all of it in one Python block.\n\n{fenced(head)}"
+        asked = f"Complete this Python function. Answer with everything above and its body in one Python block.\n\n{fenced(head)}"
         tests = f"{_beside(head, name, number, source)}\n{test}"
         rest = _without(row, "prompt", "canonical_solution", "test")
         examples.append(rest | {"question": asked, "tests": tests, "entry_point": name} | _solved(program))

@@ -49,7 +49,9 @@ def reward() -> Iterator[CodeReward]:
 def test_columns_of_humaneval(tmp_path: Path) -> None:
     row = load_humaneval(write(tmp_path / "any.jsonl", HUMANEVAL))[0]
     program = HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
-    question = "Complete this Python function. Answer with all of it in one Python block.\n\n```python\n"
+    question = (
+        "Complete this Python function. Answer with everything above and its body in one Python block.\n\n```python\n"
+    )
     assert row == {
         "prompt": [{"role": "user", "content": question + HUMANEVAL["prompt"] + "```"}],
         "template": "chat",
@@ -117,9 +119,11 @@ def test_an_mbpp_question_names_its_function(tmp_path: Path) -> None:
         load_mbpp(write(tmp_path / "any.jsonl", MBPP), shown_tests=0)
 
 
-@pytest.mark.slow
 def test_humanevals_own_rows(grpo_lab_data: Path, reward: CodeReward) -> None:
+    """Four of its prompts define a helper; their programs are right beside the tests' own copy, too."""
     rows = load_humaneval(grpo_lab_data / "code" / "humaneval.jsonl")
     assert len(rows) == 164
-    given = {name: rows[name] for name in ("tests", "entry_point")}
-    assert reward(completions=rows["worked_solution"], **given) == [1.0] * 164
+    helped = rows.filter(lambda row: row["tests"].split("def check")[0].count("def "))
+    assert helped["task_id"] == ["HumanEval/10", "HumanEval/32", "HumanEval/38", "HumanEval/50"]
+    given = {name: helped[name] for name in ("tests", "entry_point")}
+    assert reward(completions=helped["worked_solution"], **given) == [1.0] * 4
