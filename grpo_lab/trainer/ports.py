@@ -220,6 +220,8 @@ class StepPort(Protocol):
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     current_gradient_accumulation_steps: Any
+    _tr_loss: Any
+    _globalstep_last_logged: int
 
     # TRL's
     num_generations: int

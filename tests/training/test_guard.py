@@ -117,6 +117,41 @@ def test_three_in_a_row_stop_and_the_run_goes_on_from_the_named_checkpoint(tiny_
     mended.train(resume_from_checkpoint=named)
     assert torch.equal(state_of(mended), state_of(clean))
     assert shares(mended, "left_out") == [None] * 6  # finite throughout: nothing more is logged than without a guard
+    plant.bad.clear()
+    trainer.train(resume_from_checkpoint=named)  # as the error says, in the same process
+    assert torch.equal(state_of(trainer), state_of(clean))
+
+
+@pytest.mark.slow
+def test_a_bad_step_inside_a_logging_window(tiny_folder: Path, tmp_path: Path) -> None:
+    """Windows of 3 steps: of the first, step 2 has a NaN loss; in the second, step 5 has finite gradients of 1e25, whose squares overflow."""
+    windows = {
+        "max_steps": 6,
+        "logging_steps": 3,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+
+    def run(folder: Path, checkpoint: str | None) -> Any:
+        trainer = build(tiny_folder, folder, Plant({2: "loss"}), **windows)
+        first = next(trainer.model.parameters())
+        first.register_hook(lambda grad: torch.full_like(grad, 1e25) if trainer.state.global_step == 4 else grad)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole = run(tmp_path / "whole", None)
+    resumed = run(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-1"))
+    for trainer in (
+        whole,
+        resumed,
+    ):  # a resume inside of the first window, before anything was bad, counts its first step, too
+        assert shares(trainer, "left_out") == pytest.approx([1 / 3, 1 / 3])
+        assert shares(trainer, "loss") == pytest.approx([1 / 3, 0])
+        assert shares(trainer, "gradient") == pytest.approx([0, 1 / 3])
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        assert [math.isfinite(loss) for loss in losses] == [False, True]
+    assert torch.equal(state_of(resumed), state_of(whole))
 
 
 def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path: Path) -> None:

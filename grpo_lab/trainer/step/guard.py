@@ -63,7 +63,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._forget()
 
     def _forget(self) -> None:
-        self.in_a_row, self.taken, self._counted, self._seen, self._fine = 0, 0, 0, False, 0
+        self.in_a_row, self.taken, self._counted, self._seen = 0, 0, 0, False
         self._loss_is_bad: Tensor | None = None
         self._norm = torch.zeros(())
         self._left_out = False
@@ -123,10 +123,11 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
     def _count(self, bad: list[str]) -> None:
         """``guard/*`` of every step from the first bad one on, and of those before it in its logging window."""
         if not bad and not self._seen:
-            self._fine += 1
             return
-        steps: list[list[str]] = [*([[]] * self._fine), bad]
-        self._seen, self._fine = True, 0
+        trainer = self.trainer
+        fine = 0 if self._seen else trainer.state.global_step - trainer._globalstep_last_logged
+        steps: list[list[str]] = [*([[]] * fine), bad]
+        self._seen = True
         book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
         for step in steps:
             for kind in ("left_out", *KINDS):
@@ -135,10 +136,16 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
 
     def _leave_out(self, bad: list[str], batch_end: int, settings: GuardSettings) -> None:
         again = not set(bad) & set(OF_STEP) and batch_end == self._counted
-        trl_bridge.leave_out_step(self.trainer.optimizer)
-        self._left_out, self._counted = True, batch_end
-        if again:
-            return
+        self._counted = batch_end
+        if not again:
+            self._told(bad, settings)
+        trl_bridge.leave_out_step(
+            self.trainer.optimizer
+        )  # last: after an error no step of a later training is left out
+        self._left_out = True
+
+    def _told(self, bad: list[str], settings: GuardSettings) -> None:
+        """One more bad step in a row: its batch is kept, it is said, and the last one ends the run."""
         self.in_a_row += 1
         step, limit = self.trainer.state.global_step + 1, settings.max_bad_steps
         facts = {
@@ -185,8 +192,9 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             self._left_out = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if logs and "loss" in logs:
-            self._fine = 0
+        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays (``logging_nan_inf_filter: false``)."""
+        if self._seen and logs and "loss" in logs:
+            self.trainer._tr_loss.zero_()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """What is bad and how many steps were, into a checkpoint folder; nothing where nothing ever was."""
