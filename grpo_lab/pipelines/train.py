@@ -19,18 +19,12 @@ from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.in_words import rewards_in_force
-from grpo_lab.pipelines.interruption import Interrupted, Termination
+from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
+from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, going_on
-from grpo_lab.pipelines.run_folder import (
-    MetricsFile,
-    claim,
-    fingerprint,
-    read_marker,
-    refuse_folder,
-    versions,
-    write_run,
-)
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
@@ -57,11 +51,13 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
     check_trackers(config.report_to)
-    with Termination(recipe.output_dir, config) as termination:
-        return _stages(recipe, config, overwrite, resume, termination)
+    with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
+        return _stages(recipe, config, overwrite, resume, termination, writer)
 
 
-def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination) -> Outcome:
+def _stages(
+    recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter
+) -> Outcome:
     state = PartialState()
     if state.is_main_process:
         refuse_folder(recipe, overwrite, resume)
@@ -69,12 +65,15 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     if state.is_main_process:
         if resume:
             refuse_another_run(recipe.output_dir, materials.rows, state.num_processes, config.max_steps)
+        writer.take()
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
     folder = recipe.output_dir
     record = read_marker(folder / "run.json")
     if resume and record.get("finished"):
         return _as_it_is(folder)
+    if resume:
+        heed_stop_file(config, folder)
     seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
     trained = bool(resume and record.get("trained"))
     checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None

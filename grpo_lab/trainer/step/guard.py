@@ -243,7 +243,10 @@ def last_good(folder: str, taken: int) -> str:
     if not good:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
     named = f"{folder}/checkpoint-{good[-1]}"
-    return f"Last good checkpoint: {named}; once the cause is mended: trainer.train(resume_from_checkpoint={named!r})"
+    return (
+        f"Last good checkpoint: {named}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), or "
+        f"trainer.train(resume_from_checkpoint={named!r})"
+    )
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
