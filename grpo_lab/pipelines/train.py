@@ -13,7 +13,7 @@ from rich.console import Console
 
 from grpo_lab.checkpoints import broken_weights
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
-from grpo_lab.evaluation.health import last_verdict
+from grpo_lab.evaluation.health import last_verdict, left_out
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
@@ -92,9 +92,12 @@ def _stages(
         console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
-        terminal_summary(
-            before, after, report=report, model_path=folder, seconds=sum(seconds.values()), health=last_verdict(folder)
-        )
+        told: dict[str, Any] = {
+            "health": last_verdict(folder),
+            "left_out": left_out(folder),
+            "seconds": sum(seconds.values()),
+        }
+        terminal_summary(before, after, report=report, model_path=folder, **told)
     return Outcome(folder, report, before, after)
 
 

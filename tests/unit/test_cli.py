@@ -177,7 +177,7 @@ def test_another_number_of_samples_names_overwrite(
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        (["train"], "checkpoint-8 (the same command with --resume goes on), evaluation/before, metrics.jsonl in "),
+        (["train"], "checkpoint-8, evaluation/before, metrics.jsonl in "),
         (["curate"], "pass rates of 3 problems in "),
         (["long2short"], "samples of 2 problems in "),
         (["rounds"], "round-1 (sample, select), round-2 (sample) in "),
@@ -193,6 +193,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     for file, lines in (
         ("evaluation/before/summary.json", 1),
         ("metrics.jsonl", 3),
+        ("run.json", 1),
         ("pass_rates.jsonl", 4),
         ("samples.jsonl", 3),
         ("round-1/sample.json", 1),
@@ -215,6 +216,10 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
     assert "\n" not in said
+    if words == ["train"]:
+        assert said.endswith(f"in {out} (the same command with --resume goes on)")
+        assert main([*words, *arguments, "--dry-run"]) == 130
+        assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
     monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
     assert main([*words, *arguments]) == 130
     assert capsys.readouterr().err == ""
