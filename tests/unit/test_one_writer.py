@@ -74,7 +74,7 @@ def curation(folder: Path) -> Any:
 
 def shortening(folder: Path) -> Any:
     rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    written = {"name": "s", "method": "merge", "model": {"path": "m"}, "short_model": "m", "data": rows}
+    written = {"name": "s", "method": "dpo", "model": {"path": "m"}, "data": rows}
     return long2short_recipe_from({**written, "output_dir": str(folder)})
 
 
