@@ -131,8 +131,7 @@ class Materials:
 def _as_it_is(folder: Path) -> Outcome:
     """A finished run is left alone: no step more, no evaluation again."""
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
-    record = read_run(folder)
-    report = folder / "report.html"
+    record, report = read_run(folder), folder / "report.html"
     return Outcome(folder, report if report.is_file() else None, record.before, record.after)
 
 
@@ -173,6 +172,7 @@ def _reinforce(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
+    from grpo_lab.trainer.resume.checkpoint import save_final
 
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
@@ -193,7 +193,7 @@ def _reinforce(
         raise
     seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
     _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
-    trainer.save_model(str(folder))
+    save_final(trainer, folder)
     trainer.create_model_card(model_name=recipe.name)
     record["trained"] = trainer.state.global_step
     if main:

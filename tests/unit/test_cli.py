@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -172,6 +173,22 @@ def test_another_number_of_samples_names_overwrite(
     assert "--overwrite" in said
     assert (tmp_path / "out" / "pass_rates.jsonl").read_bytes() == before
     assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log, a report, a curation's samples: a checkpoint and the final model say so themselves."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+
+    monkeypatch.setattr("grpo_lab.cli._curate", full)
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
+    assert main(["curate", "--config", config]) == 74
+    said = capsys.readouterr().err.strip()
+    assert "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays" in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
