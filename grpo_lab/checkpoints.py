@@ -21,6 +21,9 @@ MARK = "grpo_lab_checkpoint.json"
 DELETABLE = ("grpo_lab_generation.json", "grpo_lab_guard.json", "grpo_lab_kl.json")
 """May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
 
+SMALL = 16 * 2**20
+"""Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is larger."""
+
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 """transformers' mark of a checkpoint on a signal that was not finished."""
 
@@ -84,8 +87,13 @@ def broken_weights(folder: Path) -> str | None:
 
 
 def _broken_pickle(file: Path) -> str | None:
-    """torch.save writes a zip file, whose list of contents stands at its end."""
-    return None if zipfile.is_zipfile(file) else f"{file.name} is not whole"
+    """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their checksums."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip() if file.stat().st_size <= SMALL else None
+    except Exception:  # flipped bits may be a compression that is none, a name that is no text, a key that is asked for
+        return f"{file.name} is not whole"
+    return None if bad is None else f"{file.name} is damaged: {bad} has another checksum"
 
 
 def mark_of(folder: Path, step: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from grpo_lab.pipelines.named_objects import working_folder_on_path
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short", "rounds")
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
@@ -27,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
     taken because of NaN (``guard.max_bad_steps``) 4.
 
     A training that was asked to stop (SIGTERM, the stop file, ``max_hours``) and ended with a checkpoint: 75, Ctrl-C: 130; a
-    checkpoint that could not be written: 74.
+    checkpoint, or any file on a full disk, that could not be written: 74.
     """
     working_folder_on_path()
     parser = _parser()
@@ -50,6 +52,14 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         print(f"grpo-lab: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
+    except OSError as error:
+        if known.traceback or error.errno not in NO_ROOM:
+            raise
+        print(
+            f"grpo-lab: error: {error}. Mend that; what was written before stays, and can be gone on with",
+            file=sys.stderr,
+        )
+        return 74
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise

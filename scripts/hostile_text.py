@@ -25,6 +25,7 @@ from typing import Any
 
 from hostile_families import CANARY, FAMILIES, hostile
 from hostile_trl import through_trl
+from tqdm import tqdm
 
 from grpo_lab.rewards import (
     AccuracyReward,
@@ -203,6 +204,8 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
         judge("An honest answer: 18.")  # tables are read at first use
     Path(CANARY).unlink(missing_ok=True)
     batch: list[tuple[str, str]] = []
+    texts = [*texts]
+    progress = tqdm(total=len(texts), unit="text", desc="through every reward", mininterval=1.0)
     before, most, worker, done = 0, 0, 0, 0
     for family, text in [*texts, ("", "")]:
         if family:
@@ -213,9 +216,11 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
                 seen[name].add(family, time.process_time() - begun)
         if batch and (len(batch) == size or not family):
             pools.judge(batch, done)
+            progress.update(len(batch))
             done, batch = done + len(batch), []
             before = before or _resident("self")
             most, worker = max(most, _resident("self")), max(worker, pools.resident())
+    progress.close()
     broken = [] if pools.alive() else ["a pool is not fit for use afterwards"]
     broken += ["a text was run as a program"] if Path(CANARY).exists() else []
     broken += [f"memory grew from {before >> 20} to {most >> 20} MiB"] if most > before + (512 << 20) else []

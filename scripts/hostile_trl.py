@@ -9,6 +9,8 @@ import sys
 import threading
 from collections import Counter, defaultdict
 
+from tqdm import tqdm
+
 
 def main() -> None:
     """In a process of its own: texts from stdin, one by one, judged in a thread; a line for each."""
@@ -32,7 +34,7 @@ def through_trl(texts: list[tuple[str, str]], golds: list[str], patience: float 
     """Family -> how TRL's reward ended on its texts."""
     ends: dict[str, Counter[str]] = defaultdict(Counter)
     process: subprocess.Popen[str] | None = None
-    for i, (family, text) in enumerate(texts):
+    for i, (family, text) in enumerate(tqdm(texts, unit="text", desc="through TRL's accuracy_reward")):
         if process is None or process.poll() is not None:
             limited = ["bash", "-c", 'ulimit -v 8388608; exec "$0" "$@"', sys.executable, __file__]
             process = subprocess.Popen(

@@ -7,6 +7,8 @@ from pathlib import Path
 from grpo_lab.diagnostics import Facts, Verdict, changes, diagnose
 from grpo_lab.evaluation.run_record import RunRecord, read_run
 
+GUARD = "guard/"
+
 SHOWN = 5
 """Verdicts in a report, the last ones."""
 
@@ -24,6 +26,25 @@ def last_verdict(folder: str | Path) -> Verdict | None:
     record = read_run(folder)
     found = windows(record)
     return diagnose(found, facts_of(record)) if found else None
+
+
+def left_out(folder: str | Path) -> str | None:
+    """How many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out none.
+
+    ``guard/*`` are shares of a logging window's steps; times its steps they are counts.
+    """
+    metrics = {name: series for name, series in read_run(folder).metrics.items() if not name.startswith("eval_")}
+    ends = sorted({step for series in metrics.values() for step, _ in series})
+    length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
+    counts = {
+        name.removeprefix(GUARD): round(sum(share * length[step] for step, share in series))
+        for name, series in metrics.items()
+        if name.startswith(GUARD)
+    }
+    if not (steps := counts.pop("left_out", 0)):
+        return None
+    kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+    return f"{steps} of {ends[-1]} optimizer steps were left out, not finite: {kinds} (bad_steps/)"
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
@@ -48,4 +69,4 @@ def facts_of(record: RunRecord) -> Facts:
     return Facts(named[1] * named[2] / named[0] if known else None, last if isinstance(last, int) else 0)
 
 
-__all__ = ["facts_of", "last_verdict", "verdicts", "windows"]
+__all__ = ["facts_of", "last_verdict", "left_out", "verdicts", "windows"]

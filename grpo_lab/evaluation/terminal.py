@@ -29,9 +29,10 @@ def terminal_summary(
     model_path: str | Path | None = None,
     seconds: float | None = None,
     health: Verdict | None = None,
+    left_out: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training, the paths, then
+    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training and what it ``left_out``, the paths, then
     :func:`headline` and :func:`lengths`.
 
     The plain lines are neither wrapped nor coloured, so they can be searched for.
@@ -49,6 +50,7 @@ def terminal_summary(
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     lines = [
         f"training, {health.line}" if health is not None else None,
+        f"training, {left_out}" if left_out is not None else None,
         f"run time: {duration(seconds)}" if seconds is not None else None,
         f"model: {model_path}" if model_path is not None else None,
         f"report: {report}" if report is not None else None,

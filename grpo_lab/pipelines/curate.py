@@ -23,7 +23,8 @@ from grpo_lab.evaluation.terminal import duration
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.run_folder import versions
+from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 
 MARKER = "curation.json"
@@ -46,6 +47,12 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     Raises:
         ValueError: a folder that is not a curation's, samples made with other settings, or a setting that does not fit.
     """
+    check_folder(recipe)
+    with OneWriter(recipe.output_dir).take():
+        return _curated(recipe, overwrite)
+
+
+def _curated(recipe: CurationRecipe, overwrite: bool) -> Curated:
     began = time.perf_counter()
     folder = claim(recipe, overwrite)
     check_counts(recipe)
@@ -68,7 +75,7 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
 def check_folder(recipe: CurationRecipe) -> Path:
     """The output folder. ValueError for one that holds something else."""
     folder = recipe.output_dir
-    strangers = folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file()
+    strangers = folder.is_dir() and not is_empty(folder) and not (folder / MARKER).is_file()
     if strangers:
         raise ValueError(
             f"`output_dir` {str(folder)!r} exists, is not empty and is no curation; choose another `--output_dir`"

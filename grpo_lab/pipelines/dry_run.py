@@ -18,6 +18,7 @@ from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room
 from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
+from grpo_lab.pipelines.one_writer import is_empty
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
 from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
 from grpo_lab.rewards.schedules import weight_in_words
@@ -138,7 +139,7 @@ def _tokens(completions: int, limit: int | None) -> str:
 
 def _taken(folder: Path) -> str:
     """A folder that is not empty needs a word on the command line."""
-    return " (not empty: give --resume or --overwrite)" if folder.is_dir() and any(folder.iterdir()) else ""
+    return " (not empty: give --resume or --overwrite)" if folder.is_dir() and not is_empty(folder) else ""
 
 
 def _around(recipe: Recipe) -> dict[str, str]:

@@ -7,6 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
 #: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished.
 EXIT_INTERRUPTED = 75
 
@@ -22,6 +25,21 @@ class Interrupted(Exception):
     def __init__(self, name: str, step: int | None, folder: Path) -> None:
         place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
         super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by --resume")
+
+
+def heed_stop_file(config: Any, folder: Path) -> None:
+    """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no step is made.
+
+    Raises:
+        Interrupted: on every process; the file is gone, so the next ``--resume`` goes on.
+    """
+    from grpo_lab.trainer.resume.stop import STOP_FILE, remove, stop_file
+
+    file, main = stop_file(config), PartialState().is_main_process
+    if any(gather_object([main and file.exists()])):
+        if main:
+            remove(file)
+        raise Interrupted(f"{STOP_FILE} ({file} was there before this start, and is removed now)", None, folder)
 
 
 class Termination:

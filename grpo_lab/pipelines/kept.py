@@ -34,14 +34,16 @@ def _of_training(known: argparse.Namespace, words: list[str]) -> str:
     from grpo_lab.pipelines.recipe_file import parse_overrides
 
     folder = read_recipe(known.config, parse_overrides(words)).output_dir
+    if known.dry_run or not (folder / "run.json").is_file():
+        return NOTHING
     steps = sorted(int(p.name.rpartition("-")[2]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit())
     found = [
-        *([f"checkpoint-{steps[-1]} (the same command with --resume goes on)"] if steps else ["no checkpoint"]),
+        f"checkpoint-{steps[-1]}" if steps else "no checkpoint",
         *(["cold_start"] if (folder / "cold_start" / "config.json").is_file() else []),
         *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
         *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
     ]
-    return f"{', '.join(found)} in {folder}"
+    return f"{', '.join(found)} in {folder} (the same command with --resume goes on)"
 
 
 def _of_curation(known: argparse.Namespace, words: list[str]) -> str:

@@ -28,7 +28,9 @@ from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
-from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
+from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.releases import versions
+from grpo_lab.pipelines.run_folder import read_marker, write_run
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
@@ -61,6 +63,12 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         check_training(recipe.method, dict(recipe.training))
     else:
         check_mergeable(str(recipe.model.path), str(recipe.short_model))
+    check_folder(recipe, overwrite)
+    with OneWriter(recipe.output_dir).take():
+        return _shortened(recipe, overwrite, began)
+
+
+def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float) -> Shortened:
     folder, path = _claim(recipe, overwrite), str(recipe.model.path)
     parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before
@@ -116,7 +124,7 @@ def length_line(result: EvaluationResult) -> str:
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     """The output folder. ValueError for one that holds something else, or a finished run without ``overwrite``."""
     folder = recipe.output_dir
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    if folder.is_dir() and not is_empty(folder) and not overwrite:
         found = read_marker(folder / "run.json")
         if found.get("pipeline") != "long2short":
             raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")

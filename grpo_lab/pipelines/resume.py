@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,9 @@ from transformers import TrainerCallback
 from grpo_lab.checkpoints import SAVING, newest_whole, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.releases import other_releases
+
+log = logging.getLogger(__name__)
 
 #: where a rollout server is
 ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
@@ -139,6 +143,11 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
         shutil.rmtree(folder / SAVING, ignore_errors=True)
         if newest is not None:
             console.print(f"going on from {newest.name}", highlight=False)
+            if other := other_releases(record):
+                log.warning(
+                    "resumed with other releases, so numbers need not be those of a whole run to the bit: %s",
+                    "; ".join(other),
+                )
         elif "parameters" in record:  # written when the training began
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
         cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))

@@ -10,11 +10,9 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ from transformers import TrainerCallback
 
 from grpo_lab.checkpoints import SAVING, newest_whole
 from grpo_lab.evaluation.files import write_json, write_text
+from grpo_lab.pipelines.one_writer import is_empty
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -82,7 +79,7 @@ def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Differe
         changed = _changed(recipe, read_marker(marker), resume)
         check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
         return changed
-    if folder.is_dir() and any(folder.iterdir()) and not marker.is_file() and not overwrite:
+    if folder.is_dir() and not is_empty(folder) and not marker.is_file() and not overwrite:
         raise ValueError(
             f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
         )
@@ -150,17 +147,6 @@ def read_marker(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged ({error}); remove it, or choose another `--output_dir`") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of Python, the machine and the packages that numbers depend on."""
-    found = {"python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}"}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

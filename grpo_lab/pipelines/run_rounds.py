@@ -22,11 +22,13 @@ from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.rounds_page import write_rounds_page
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.model_files import model_files
+from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.round_parts import RoundParts
 from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
-from grpo_lab.pipelines.run_folder import read_marker, versions, write_run
+from grpo_lab.pipelines.run_folder import read_marker, write_run
 
 PIPELINE = "rounds"
 MAY_CHANGE = ("name", "output_dir", "keep_models")
@@ -54,6 +56,12 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
     parts.check_evaluation(recipe.evaluation)
     if not work.rows:  # what is wrong with them is said before anything is written
         raise ValueError("`data` has no rows; at least one question is needed")
+    check_folder(recipe, overwrite)
+    with OneWriter(recipe.output_dir).take():
+        return _carried_out(recipe, overwrite, work)
+
+
+def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts) -> RoundsDone:
     folder = _claim(recipe, overwrite)
     if read_marker(folder / "run.json").get("finished"):
         console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
@@ -91,7 +99,7 @@ def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
     folder, name = recipe.output_dir, f"`output_dir` {str(recipe.output_dir)!r}"
     found = read_marker(folder / "run.json")
     if found.get("pipeline") != PIPELINE:
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and not is_empty(folder):
             raise ValueError(f"{name} holds something else; choose another `--output_dir`")
         return {}
     if overwrite:

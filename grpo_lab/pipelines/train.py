@@ -13,24 +13,18 @@ from rich.console import Console
 
 from grpo_lab.checkpoints import broken_weights
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
-from grpo_lab.evaluation.health import last_verdict
+from grpo_lab.evaluation.health import last_verdict, left_out
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
 from grpo_lab.pipelines.in_words import rewards_in_force
-from grpo_lab.pipelines.interruption import Interrupted, Termination
+from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
+from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
+from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, going_on
-from grpo_lab.pipelines.run_folder import (
-    MetricsFile,
-    claim,
-    fingerprint,
-    read_marker,
-    refuse_folder,
-    versions,
-    write_run,
-)
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
@@ -57,11 +51,13 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
     check_trackers(config.report_to)
-    with Termination(recipe.output_dir, config) as termination:
-        return _stages(recipe, config, overwrite, resume, termination)
+    with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
+        return _stages(recipe, config, overwrite, resume, termination, writer)
 
 
-def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination) -> Outcome:
+def _stages(
+    recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter
+) -> Outcome:
     state = PartialState()
     if state.is_main_process:
         refuse_folder(recipe, overwrite, resume)
@@ -69,12 +65,15 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
     if state.is_main_process:
         if resume:
             refuse_another_run(recipe.output_dir, materials.rows, state.num_processes, config.max_steps)
+        writer.take()
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
     folder = recipe.output_dir
     record = read_marker(folder / "run.json")
     if resume and record.get("finished"):
         return _as_it_is(folder)
+    if resume:
+        heed_stop_file(config, folder)
     seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
     trained = bool(resume and record.get("trained"))
     checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
@@ -93,9 +92,12 @@ def _stages(recipe: Recipe, config: Any, overwrite: bool, resume: bool, terminat
         console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
     else:
         _show_samples(before, after)
-        terminal_summary(
-            before, after, report=report, model_path=folder, seconds=sum(seconds.values()), health=last_verdict(folder)
-        )
+        told: dict[str, Any] = {
+            "health": last_verdict(folder),
+            "left_out": left_out(folder),
+            "seconds": sum(seconds.values()),
+        }
+        terminal_summary(before, after, report=report, model_path=folder, **told)
     return Outcome(folder, report, before, after)
 
 
@@ -129,8 +131,7 @@ class Materials:
 def _as_it_is(folder: Path) -> Outcome:
     """A finished run is left alone: no step more, no evaluation again."""
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
-    record = read_run(folder)
-    report = folder / "report.html"
+    record, report = read_run(folder), folder / "report.html"
     return Outcome(folder, report if report.is_file() else None, record.before, record.after)
 
 
@@ -171,6 +172,7 @@ def _reinforce(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
+    from grpo_lab.trainer.resume.checkpoint import save_final
 
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
@@ -191,7 +193,7 @@ def _reinforce(
         raise
     seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
     _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
-    trainer.save_model(str(folder))
+    save_final(trainer, folder)
     trainer.create_model_card(model_name=recipe.name)
     record["trained"] = trainer.state.global_step
     if main:

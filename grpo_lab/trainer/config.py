@@ -25,7 +25,7 @@ from grpo_lab.trainer.settings.knobs import with_registered
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.reference import check_kl, reference_every
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
-from grpo_lab.trainer.settings.stopping import max_hours
+from grpo_lab.trainer.settings.stopping import max_hours, stop_file
 
 
 @dataclass
@@ -62,7 +62,7 @@ class LabConfig(GRPOConfig):
         max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after which the optimizer
             step under way is the last: a checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
         stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``: ``STOP`` in
-            ``output_dir``.
+            ``output_dir``. One that is older than the process of a training from its first step is of an earlier run, and goes.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -123,7 +123,7 @@ class LabConfig(GRPOConfig):
         if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
             raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
         self.reference_every = reference_every(self.reference_every)
-        self.max_hours = max_hours(self.max_hours)
+        self.max_hours, self.stop_file = max_hours(self.max_hours), stop_file(self.stop_file)
         check_batch_sizes(self)
         super().__post_init__()
         hold_time_limit(self)

@@ -96,6 +96,7 @@ class Faults:
         ends: kind (``OF_BATCH``) → number of the micro-batch from which on no bad batch is trained on; 0: none was bad.
         said: what was found in the batch at hand, one sentence each.
         names: the rewards, in the order of ``rewards``.
+        infinite: row of all and column of a reward → ±inf, until the rows are ``scored``.
         rewards: ``row_key`` of prompt and completion → rewards of the rows that have them, of the batch at hand.
     """
 
@@ -109,6 +110,7 @@ class Faults:
         self.said: list[str] = []
         self.names: tuple[str, ...] = ()
         self.rewards: dict[int, list[list[float]]] = {}
+        self.infinite: dict[tuple[int, int], float] = {}
         self._batch = -1
 
     def found(self, kind: str, sentence: str) -> None:
@@ -118,12 +120,14 @@ class Faults:
         self.ends[kind] = phase.start + phase.every
         self.said.append(sentence)
 
-    def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]]) -> None:
-        """This rank's rows and their rewards."""
+    def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]], first: int = 0) -> None:
+        """This rank's rows, from number ``first`` of all, and their rewards; infinite ones as they were."""
         self._turn_over()
         self.names = names
-        for key, row in zip(keys, values, strict=True):
-            self.rewards.setdefault(key, []).append(row)
+        for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):
+            whole = [self.infinite.get((number, column), value) for column, value in enumerate(row)]
+            self.rewards.setdefault(key, []).append(whole)
+        self.infinite = {}
 
     def _turn_over(self) -> None:
         """What was said of an earlier generation batch goes; the rounds of one batch (``resample``) stay together."""

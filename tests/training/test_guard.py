@@ -70,7 +70,8 @@ def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:
         assert math.isfinite(float(facts["grad_norm"])) is (kind != "gradient")
     reward, _ = read_bad_step(folder / "step-000006")
     assert reward["of_rank"][0]["said"] == ["reward function 'planted' returned -inf for completion 7 of 8"]
-    assert [row["rewards"] for row in reward["of_rank"][0]["rows"]].count([None]) == 1
+    infinite = [(row["not_finite"], row["rewards"] == ["-inf"]) for row in reward["of_rank"][0]["rows"]]
+    assert infinite == [(["rewards"], True), *[([], False)] * 7]  # the bad row comes first, and says what it got
     log_prob, _ = read_bad_step(folder / "step-000008")
     assert log_prob["of_rank"][0]["said"] == ["the engine's log-prob of token 1 of completion 7 is inf"]
     odd = [row["not_finite"] for row in log_prob["of_rank"][0]["rows"]]
@@ -268,10 +269,21 @@ def test_last_good(tmp_path: Path) -> None:
         save_file({"weight": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "checkpoint-3").mkdir()  # half written
     assert f"{tmp_path}/checkpoint-2;" in last_good(str(tmp_path), 3)
+    assert "`grpo-lab train … --resume`" in last_good(str(tmp_path), 3)
     assert f"{tmp_path}/checkpoint-10;" in last_good(str(tmp_path), 10)
     assert f"{tmp_path}/checkpoint-2;" in last_good(
         str(tmp_path), 1
     )  # written while steps were left out: the same weights
+
+
+def test_nan_among_the_weights_is_named_before_anything_is_sampled(tiny_folder: Path, tmp_path: Path) -> None:
+    """torch's own word, in the generation, is "probability tensor contains either `inf`, `nan` or element < 0"."""
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=1)
+    name, weight = next(iter(trainer.model.named_parameters()))
+    with torch.no_grad():
+        weight.view(-1)[3] = math.nan
+    with pytest.raises(NumbersError, match=rf"hold NaN or infinities, in 1 of \d+ tensors \({name}\)"):
+        trainer.train()
 
 
 def test_fp16s_overflow_is_left_to_its_scaler() -> None:

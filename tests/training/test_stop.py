@@ -12,7 +12,8 @@ import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from grpo_lab import KimiTrainer, LabTrainer
+from grpo_lab import KimiTrainer, LabConfig, LabTrainer
+from grpo_lab.trainer.resume.stop import remove
 from parity.harness import problems
 from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, inside, prompts_seen
 
@@ -162,6 +163,31 @@ def test_a_stop_file_and_the_hours(tmp_path: Path) -> None:
     by_hours = build(tmp_path / "hours", **SETTINGS, save_strategy="no", max_hours=1e-6)
     by_hours.train()
     assert (by_hours.state.global_step, by_hours.parts.stop.reason) == (1, "max_hours")
+
+
+def test_a_stop_file_of_an_earlier_run_stops_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It came after its run had ended; one that cannot be removed is said."""
+    file = tmp_path / "run" / "STOP"
+    trainer = build(tmp_path / "run", **{**SETTINGS, "max_steps": 2}, save_strategy="no")
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.utime(file, (1e9, 1e9))  # 2001
+    trainer.train()
+    assert (trainer.state.global_step, trainer.parts.stop.reason) == (2, None)
+    assert not file.exists()
+    assert f"{file} is older than this run" in caplog.text
+    file.mkdir()
+    remove(file)
+    assert f"the stop file {file} cannot be removed" in caplog.text
+
+
+@pytest.mark.parametrize("written", ["", ".", 3])
+def test_a_stop_file_is_a_file(written: Any, tmp_path: Path) -> None:
+    """A folder is always there: the run would have stopped after its first step, by a traceback."""
+    with pytest.raises(
+        ValueError, match=r"`stop_file` is .*; it must be the path of a file, there or not yet, or left"
+    ):
+        LabConfig(str(tmp_path), stop_file=written, use_cpu=True, bf16=False)
 
 
 def test_without_hfs_switch_the_process_ends_by_the_signal_one_checkpoint_later(tmp_path: Path) -> None:

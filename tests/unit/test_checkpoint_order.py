@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from transformers import TrainerState
 
 from grpo_lab.checkpoints import MARK, SAVING
 from grpo_lab.trainer.resume import checkpoint
-from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_whole
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_final, save_whole
 
 
 class Saves:
@@ -131,3 +132,15 @@ def test_true_is_the_newest_whole_one(trainer: Saves) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: checkpoint-5 \(no trainer_state.json"):
         chosen(trainer, True)
     assert [chosen(trainer, given) for given in (None, False, "there")] == [None, False, "there"]
+
+
+def test_a_final_model_that_cannot_be_written_says_where_it_is_kept(tmp_path: Path) -> None:
+    """safetensors' error is no OSError; it came out as a traceback with exit code 1."""
+
+    def full(_: str) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(
+        CheckpointNotWritten, match=r"the trained model could not be written .*No space left .*there is no checkpoint"
+    ):
+        save_final(SimpleNamespace(save_model=full), tmp_path)

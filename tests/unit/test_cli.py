@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -174,10 +175,26 @@ def test_another_number_of_samples_names_overwrite(
     assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
 
 
+def test_a_full_disk_is_one_line_wherever_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log, a report, a curation's samples: a checkpoint and the final model say so themselves."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+
+    monkeypatch.setattr("grpo_lab.cli._curate", full)
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
+    assert main(["curate", "--config", config]) == 74
+    said = capsys.readouterr().err.strip()
+    assert "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays" in said
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        (["train"], "checkpoint-8 (the same command with --resume goes on), evaluation/before, metrics.jsonl in "),
+        (["train"], "checkpoint-8, evaluation/before, metrics.jsonl in "),
         (["curate"], "pass rates of 3 problems in "),
         (["long2short"], "samples of 2 problems in "),
         (["rounds"], "round-1 (sample, select), round-2 (sample) in "),
@@ -193,6 +210,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     for file, lines in (
         ("evaluation/before/summary.json", 1),
         ("metrics.jsonl", 3),
+        ("run.json", 1),
         ("pass_rates.jsonl", 4),
         ("samples.jsonl", 3),
         ("round-1/sample.json", 1),
@@ -215,6 +233,10 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
     assert "\n" not in said
+    if words == ["train"]:
+        assert said.endswith(f"in {out} (the same command with --resume goes on)")
+        assert main([*words, *arguments, "--dry-run"]) == 130
+        assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
     monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
     assert main([*words, *arguments]) == 130
     assert capsys.readouterr().err == ""

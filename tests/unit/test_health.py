@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.windows import rise_in_errors
-from grpo_lab.evaluation.health import facts_of, last_verdict, verdicts, windows
+from grpo_lab.evaluation.health import facts_of, last_verdict, left_out, verdicts, windows
 from grpo_lab.evaluation.panels import panel_views
 from grpo_lab.evaluation.run_record import RunRecord
 
@@ -288,6 +289,20 @@ def test_from_a_run_on_disk(tmp_path: Path) -> None:
     assert [v.names for v in verdicts(record)] == [(), ("all groups dead",)]
     assert verdicts(RunRecord(tmp_path)) == []
     assert last_verdict(tmp_path) is None
+
+
+def test_steps_that_the_guard_left_out_are_counted_over_the_run(tmp_path: Path) -> None:
+    """Shares of windows of 2, 2 and 1 steps: 2 * 0.5 + 2 * 1 + 0 = 3; a loss that is NaN hides no window."""
+    rows = [
+        {"step": 2, "loss": 0.1, "guard/left_out": 0.5, "guard/reward": 0.5, "guard/loss": 0.0},
+        {"step": 4, "loss": float("nan"), "guard/left_out": 1.0, "guard/reward": 0.5, "guard/loss": 1.0},
+        {"step": 5, "loss": 0.1, "guard/left_out": 0.0, "guard/reward": 0.0, "guard/loss": 0.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = left_out(tmp_path)
+    assert said == "3 of 5 optimizer steps were left out, not finite: reward 2, loss 2 (bad_steps/)"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": 0.1}) + "\n")
+    assert left_out(tmp_path) is None
 
 
 @pytest.mark.parametrize(

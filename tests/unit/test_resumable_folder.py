@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from safetensors.torch import save_file
 
 from grpo_lab.checkpoints import MARK, mark_of, newest_whole, what_is_broken
+from grpo_lab.pipelines.interruption import Interrupted, heed_stop_file
 from grpo_lab.pipelines.recipe import Recipe, recipe_from
-from grpo_lab.pipelines.resume import cut_metrics, set_aside
+from grpo_lab.pipelines.releases import versions
+from grpo_lab.pipelines.resume import cut_metrics, going_on, set_aside
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.train import train
@@ -44,6 +48,38 @@ def save(folder: Path, step: int) -> Path:
         torch.save({"x": torch.zeros(64)}, place / name)
     (place / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": 9}))
     return place
+
+
+def test_a_flipped_bit_in_random_numbers_or_schedule_is_seen(tmp_path: Path) -> None:
+    """torch reads them without looking at their checksums, or ends with an error that names no file."""
+    place = save(tmp_path, 2)
+    assert what_is_broken(place) is None
+    file = place / "rng_state.pth"
+    whole = file.read_bytes()
+    at = whole.index(b"\0" * 256) + 128  # inside the 64 zeros
+    for where in (at, whole.index(b"data.pkl") + 3):
+        file.write_bytes(whole[:where] + bytes([whole[where] ^ 0x41]) + whole[where + 1 :])
+        assert "rng_state.pth is" in str(what_is_broken(place))
+
+
+def test_other_releases_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    now = versions()
+    going_on(tmp_path, 9, {"versions": now}, Console(quiet=True))
+    assert not caplog.records
+    then = {name: value for name, value in now.items() if name != "trl"} | {"torch": "2.9.0"}
+    going_on(tmp_path, 9, {"versions": then}, Console(quiet=True))
+    assert f"torch 2.9.0 → {now['torch']}; trl not installed → {now['trl']}" in caplog.text
+
+
+def test_a_stop_file_that_waits_for_a_resumed_run_is_heeded_once(tmp_path: Path) -> None:
+    """Put there while the job stood in a queue: no step is made; the next ``--resume`` goes on."""
+    file, config = tmp_path / "STOP", SimpleNamespace(stop_file=None, output_dir=str(tmp_path))
+    heed_stop_file(config, tmp_path)
+    file.touch()
+    with pytest.raises(Interrupted, match=rf"stop file \({file} was there before this start, and is removed now\)"):
+        heed_stop_file(config, tmp_path)
+    heed_stop_file(config, tmp_path)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from grpo_lab.atomic import move_whole, write_whole_text
@@ -35,6 +36,27 @@ from grpo_lab.trainer.trl_bridge.replace import replaced
 
 class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
+
+
+def save_final(trainer: Any, folder: Path) -> None:
+    """The trained model into ``folder``: transformers writes it there file by file.
+
+    Raises:
+        CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
+    """
+    try:
+        trainer.save_model(str(folder))
+    except (OSError, SafetensorError) as error:
+        newest, _ = newest_whole(folder)
+        kept = (
+            "there is no checkpoint"
+            if newest is None
+            else f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
+        )
+        raise CheckpointNotWritten(
+            f"the trained model could not be written to {folder}{_room(folder)}: {type(error).__name__}: {error}. Mend that (room on the "
+            f"disk, the folder's permissions); {kept}"
+        ) from error
 
 
 @at("checkpoint")
@@ -131,15 +153,18 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
 def _said(place: Path, problem: str) -> str:
     newest, _ = newest_whole(place.parent)
     kept = "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
-    try:
-        room = f" ({shutil.disk_usage(place.parent).free / 2**20:,.0f} MiB are free there)"
-    except OSError:
-        room = ""
     return (
-        f"the checkpoint {place} could not be written{room}: {problem}. Nothing of it is left under that name, earlier checkpoints are "
+        f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under that name, earlier checkpoints are "
         f"as they were; {kept}. Mend that (room on the disk, the folder's permissions, `output_dir`, `save_total_limit`) and go on: "
         "`grpo-lab train … --resume`"
     )
+
+
+def _room(folder: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
+    except OSError:
+        return ""
 
 
 def _empty(trainer: Any, partial: Path) -> None:
@@ -186,4 +211,4 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
             shutil.rmtree(partial.parent, ignore_errors=True)
 
 
-__all__ = ["CheckpointNotWritten", "chosen", "save_whole"]
+__all__ = ["CheckpointNotWritten", "chosen", "save_final", "save_whole"]

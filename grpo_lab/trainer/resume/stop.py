@@ -7,7 +7,7 @@
     a stop file             always: ``stop_file``, else ``STOP`` in ``output_dir``           it returns; the file is removed
     ``max_hours``             where it is set: hours of this process, from its start       it returns
 
-Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
+A stop file that is older than the process is of an earlier run: a training that begins at its first step removes it. Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
 its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is written, at its end. An evaluation that is
 due at that step is left out. With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a
 run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step.
@@ -130,10 +130,20 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget()
+        self._without_an_earlier_runs_file(args, state)
         saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" or args.enable_jit_checkpoint
         if saves and threading.current_thread() is threading.main_thread() and not self._before:
             for number in (signal.SIGINT, *self.signals):
                 self._before[number] = signal.signal(number, self._heard)
+
+    def _without_an_earlier_runs_file(self, args: Any, state: Any) -> None:
+        """It came too late for the run that it was meant for; one that came while this process was set up is meant for this one."""
+        file = stop_file(args)
+        if args.process_index or state.global_step or not file.exists():
+            return
+        if file.stat().st_mtime < psutil.Process().create_time():
+            logger.warning("%s is older than this run and was meant for an earlier one: it is removed", file)
+            remove(file)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):
@@ -161,7 +171,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             None  # HF would load it at the end, and with `save_total_limit: 1` remove this one
         )
         if self.reason == STOP_FILE and args.process_index == 0:
-            stop_file(args).unlink(missing_ok=True)  # a resumed run would stop at once
+            remove(stop_file(args))  # a resumed run would stop at once
         if self.reason == CTRL_C:
             self.put_back()
             raise KeyboardInterrupt(kept(folder, state.global_step))
@@ -215,6 +225,14 @@ def stop_file(args: Any) -> Path:
     return Path(args.output_dir) / "STOP" if given is None else Path(given)
 
 
+def remove(file: Path) -> None:
+    """Take a stop file away that was answered; where that cannot be, it is said."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("the stop file %s cannot be removed (%s): take it away before the run goes on", file, error)
+
+
 def hours_of_this_process() -> float:
     """Since the process was started: loading and waiting count, what an earlier process of the run took does not."""
     return float(time.time() - psutil.Process().create_time()) / 3600
@@ -228,4 +246,4 @@ def kept(folder: str, step: int) -> str:
     )
 
 
-__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "stop_file"]
+__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "remove", "stop_file"]

@@ -127,6 +127,7 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
         return values
     for column, name in enumerate(names):
         rows = values[:, column].isinf().nonzero().flatten().tolist()
+        faults.infinite.update({(row, column): values[row, column].item() for row in rows})
         if rows:
             more = f" and {len(rows) - 1} more" if rows[1:] else ""
             of_rows = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"

@@ -72,7 +72,7 @@ class Scoring:
         if trainer.recorder.faults_in_training is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)
             mine = values[first : first + len(self._keys)].tolist()
-            trainer.recorder.faults_in_training.scored(names, self._keys, mine)
+            trainer.recorder.faults_in_training.scored(names, self._keys, mine, first)
         return values
 
     def taken(self) -> Rewarded:

@@ -1,8 +1,9 @@
-"""``max_hours``: what it may be."""
+"""``max_hours`` and ``stop_file``: what they may be."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 
@@ -23,4 +24,20 @@ def max_hours(written: Any) -> float | None:
     return hours
 
 
-__all__ = ["max_hours"]
+def stop_file(written: Any) -> str | None:
+    """The path of a file, there or not; ``None``: ``STOP`` in ``output_dir``.
+
+    Raises:
+        ValueError: no path, or the path of a folder, which is always there.
+    """
+    if written is None:
+        return None
+    if not isinstance(written, str | os.PathLike) or not os.fspath(written) or os.path.isdir(written):
+        seen = f"{written!r}, a folder" if isinstance(written, str) and written else repr(written)
+        raise ValueError(
+            f"`stop_file` is {seen}; it must be the path of a file, there or not yet, or left out (STOP in `output_dir`)"
+        )
+    return os.fspath(written)
+
+
+__all__ = ["max_hours", "stop_file"]

@@ -10,6 +10,7 @@ that is not finite first. Whatever cannot be written is said, and the run goes o
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def keep_bad_step(trainer: StepPort, facts: dict[str, Any]) -> str | None:
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``, padded to the step's widest micro-batch.
 
-    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields are not finite, how many
+    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields (``rewards``, too) are not finite, how many
     tokens prompt and completion have, its rewards (in the order of ``facts["rewards"]``; None where they are not known).
     """
     place = Path(folder)
@@ -108,13 +109,14 @@ def _row(trainer: StepPort, number: int, batch: dict[str, Any], row: int) -> dic
     ]
     known = faults.rewards.get(row_key(prompt, completion))
     rewards = None if known is None else [None if value != value else value for value in known[0]]
+    infinite = [value in (math.inf, -math.inf) for value in rewards or []]
     return {
         "micro_batch": number,
         "row": row,
-        "not_finite": odd,
+        "not_finite": [*odd, *(["rewards"] if any(infinite) else [])],
         "prompt_tokens": len(prompt),
         "completion_tokens": len(completion),
-        "rewards": [str(value) if value in (float("inf"), float("-inf")) else value for value in rewards or []] or None,
+        "rewards": [str(value) if bad else value for value, bad in zip(rewards or [], infinite, strict=True)] or None,
     }
 
 

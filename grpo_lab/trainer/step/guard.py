@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -176,6 +177,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             return
         self._forget()
         self.faults.forget()
+        refuse_bad_weights(self.trainer)
         self.taken = state.global_step
         loaded, self._loaded = self._loaded, None
         if loaded is None:
@@ -225,6 +227,30 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             ) from error
 
 
+def refuse_bad_weights(trainer: StepPort) -> None:
+    """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
+
+    Raises:
+        NumbersError: on every rank, naming tensors.
+    """
+    weights = dict(trainer.model.named_parameters())
+    with at("whether the weights are finite"):
+        told = gather_object([[name for name, weight in weights.items() if not _is_finite(weight)]])
+    if bad := sorted({name for names in told for name in names}):
+        more = f" and {len(bad) - 3} more" if bad[3:] else ""
+        raise NumbersError(
+            f"the weights that the training starts from hold NaN or infinities, in {len(bad)} of {len(weights)} tensors "
+            f"({', '.join(bad[:3])}{more}): look at how the model or the checkpoint was made, saved or converted (bf16, fp16)"
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    here = weight.to_local() if hasattr(weight, "to_local") else weight
+    if here.is_meta or not here.is_floating_point() or here.element_size() < 2:  # packed forms of a quantized model
+        return True
+    return bool(here.detach().isfinite().all())
+
+
 def _in_force(trainer: StepPort) -> GuardSettings | None:
     found = trainer.lab_settings.guard_in_force
     if found is None or not trainer.is_deepspeed_enabled:
@@ -251,7 +277,10 @@ def last_good(folder: str, taken: int) -> str:
     if not good:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
     named = f"{folder}/checkpoint-{good[-1]}"
-    return f"Last good checkpoint: {named}; once the cause is mended: trainer.train(resume_from_checkpoint={named!r})"
+    return (
+        f"Last good checkpoint: {named}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), or "
+        f"trainer.train(resume_from_checkpoint={named!r})"
+    )
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""One process at a time writes into an output folder: two runs there would take each other's checkpoints, samples and log for theirs.
+
+``run.lock`` in the folder is locked (POSIX, ``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a
+process that was killed. On a file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LOCK = "run.lock"
+
+
+class OneWriter:
+    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this process's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / LOCK
+        self._held: int | None = None
+
+    def __enter__(self) -> OneWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._held is not None:
+            self.file.unlink(missing_ok=True)
+            os.close(self._held)
+            self._held = None
+
+    def take(self) -> OneWriter:
+        """The folder is made where it is not there.
+
+        Raises:
+            ValueError: another process writes there: which, where, since when.
+        """
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        while self._held is None:
+            opened = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not self._locked(opened):
+                said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
+                os.close(opened)
+                raise ValueError(
+                    f"`output_dir` {str(self.file.parent)!r} is in use: {said} writes there. Wait for its end, end it, or choose "
+                    "another `--output_dir`"
+                )
+            if self._is_there(opened):  # not one that its owner has just removed
+                self._held = opened
+            else:
+                os.close(opened)
+        os.ftruncate(self._held, 0)
+        os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
+        return self
+
+    def _locked(self, opened: int) -> bool:
+        try:
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            log.warning("%s cannot be locked (%s): nobody keeps a second run out of this folder", self.file, error)
+        return True
+
+    def _is_there(self, opened: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(opened), self.file.stat())
+        except FileNotFoundError:
+            return False
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing but the lock is in it."""
+    return all(entry.name == LOCK for entry in folder.iterdir())
+
+
+__all__ = ["LOCK", "OneWriter", "is_empty"]

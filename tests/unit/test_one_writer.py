@@ -1,0 +1,102 @@
+"""Two runs in one folder: the second is refused by name, and a killed first one holds nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.pipelines import curate, long2short, run_rounds, train
+from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.one_writer import LOCK, OneWriter, is_empty
+from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+
+HOLDS = """
+import sys
+from pathlib import Path
+from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.one_writer import OneWriter
+with OneWriter(Path(sys.argv[1])).take():
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that writes into ``tmp_path / "run"``."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("run", "link"):
+        with pytest.raises(ValueError, match=rf"in use: process {other.pid} on .*, since .*, writes there"):
+            OneWriter(tmp_path / name).take()
+    assert is_empty(folder)
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (folder / LOCK).exists()
+    with OneWriter(folder).take():
+        assert is_empty(folder)
+    assert not (folder / LOCK).exists()
+
+
+def training(folder: Path) -> Any:
+    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
+    tiny = {"tiny": {"architecture": "qwen2", "hidden_size": 32, "num_heads": 2, "num_layers": 1, "max_positions": 256}}
+    settings = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 1}
+    return recipe_from(
+        {"name": "r", "model": tiny, "data": rows, "rewards": ["accuracy"], "use_cpu": True, "bf16": False}
+        | {"objective": "dr_grpo", "output_dir": str(folder), **settings}
+    )
+
+
+def curation(folder: Path) -> Any:
+    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
+    return curation_recipe_from({"name": "c", "data": rows, "filters": {"duplicates": {}}, "output_dir": str(folder)})
+
+
+def shortening(folder: Path) -> Any:
+    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
+    written = {"name": "s", "method": "dpo", "model": {"path": "m"}, "data": rows}
+    return long2short_recipe_from({**written, "output_dir": str(folder)})
+
+
+def by_rounds(folder: Path) -> Any:
+    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
+    return rounds_recipe_from(
+        {"name": "o", "method": "rft", "model": {"path": "m"}, "data": rows, "output_dir": str(folder)}
+    )
+
+
+ALL = [
+    (train.train, training),
+    (curate.curate, curation),
+    (long2short.long2short, shortening),
+    (run_rounds.run_rounds, by_rounds),
+]
+
+
+@pytest.mark.parametrize(("run", "recipe"), ALL)
+def test_every_pipeline_asks(
+    run: Callable[[Any], Any], recipe: Callable[[Path], Any], tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(ValueError, match=rf"in use: process {other.pid} on"):
+        run(recipe(tmp_path / "run"))
+    assert is_empty(tmp_path / "run")
