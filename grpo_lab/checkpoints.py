@@ -18,7 +18,7 @@ SAVING = "_saving"
 MARK = "grpo_lab_checkpoint.json"
 """Written last: the step, and every file with its bytes."""
 
-DELETABLE = ("grpo_lab_generation.json", "grpo_lab_guard.json", "grpo_lab_kl.json")
+DELETABLE = ("grpo_lab_generation.json", "grpo_lab_guard.json", "grpo_lab_kl.json", "grpo_lab_evaluation_due.json")
 """May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
 
 SMALL = 16 * 2**20

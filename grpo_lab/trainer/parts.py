@@ -19,6 +19,7 @@ from grpo_lab.trainer.metrics.health_line import HealthLine
 from grpo_lab.trainer.metrics.progress import one_line_for
 from grpo_lab.trainer.prompts.sampler import PromptOrder
 from grpo_lab.trainer.proof.loss_proof import prove_loss
+from grpo_lab.trainer.resume.due_evaluation import DueEvaluation
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.rollout.engine import SyncProof
@@ -52,6 +53,7 @@ class Parts:
         reference: the reference that follows the policy, and its way through checkpoints.
         kl: β of the KL in the reward.
         generation_buffer: the open generation batch, in checkpoints.
+        due_evaluation: what a stop left out, at the resume.
         stop: a request to stop (signals, a file, hours) ends the run with a checkpoint.
     """
 
@@ -74,7 +76,8 @@ class Parts:
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
-        self.stop = StopOnRequest(trainer)
+        self.due_evaluation = DueEvaluation(trainer)
+        self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
         self._only_model = bool(given.args.save_only_model)
         check_kl_in_reward(trainer)
@@ -98,6 +101,7 @@ class Parts:
             first.insert(0, ours)  # others may write a checkpoint
         if self.critic is not None and trainer.args.load_best_model_at_end:
             first.insert(0, WithTheBest(trainer, self.critic))
+        first.insert(0, self.due_evaluation)  # it belongs to the step before
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
@@ -114,6 +118,7 @@ class Parts:
         together(lambda: self.prompts.save(folder))
         together(lambda: self.generation_buffer.save(folder))
         together(lambda: self.guard.save(folder))
+        together(lambda: self.due_evaluation.save(folder))
         if not self._only_model:
             together(lambda: self.reference.save(folder))
             together(lambda: self.kl.save(folder))
@@ -125,6 +130,7 @@ class Parts:
         self.reference.load(checkpoint)
         self.kl.load(checkpoint)
         self.guard.load(checkpoint)
+        self.due_evaluation.load(checkpoint)
 
 
 def prove(trainer: Any) -> None:

@@ -31,6 +31,7 @@ from parity.harness import arguments, problems
 pytestmark = pytest.mark.slow
 
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+TIMES += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 TWO_STEPS = {"steps_per_generation": 4}  # of 2 micro-batches each
 TWO_ITERATIONS = {"num_iterations": 2}
 

@@ -146,6 +146,29 @@ def test_an_evaluation_that_is_due_is_left_out_and_one_under_way_is_the_last(bes
         assert any("eval_loss" in row for row in trainer.state.log_history) == expected
 
 
+def evaluated(folder: Path, **changes: Any) -> Any:
+    """Evaluates every two steps."""
+    trainer = ready(folder, **{**SETTINGS, **changes})
+    trainer.eval_dataset, trainer.args.eval_steps = problems(4), 2
+    trainer.args.eval_strategy = IntervalStrategy.STEPS
+    return trainer
+
+
+def test_an_evaluation_that_was_due_is_made_up(tmp_path: Path) -> None:
+    """It draws from training's random numbers, so without it all later completions would be others."""
+    whole = evaluated(tmp_path / "whole")
+    whole.train()
+    folder = tmp_path / "stopped"
+    stopped = evaluated(folder)
+    stopped.add_callback(At("on_optimizer_step", 1))
+    stopped.train()
+    assert not any("eval_loss" in row for row in stopped.state.log_history)
+    again = evaluated(folder)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_same(again, whole)
+    assert [row["step"] for row in again.state.log_history] == [row["step"] for row in whole.state.log_history]
+
+
 def test_a_stop_file_and_the_hours(tmp_path: Path) -> None:
     """Also where no checkpoints are asked for, and no signal is heard; the file goes, or a resumed run would stop at once."""
     by_file = build(tmp_path / "file", **SETTINGS, save_strategy="no")

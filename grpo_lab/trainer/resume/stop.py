@@ -9,7 +9,7 @@
 
 A stop file that is older than the process is of an earlier run: a training that begins at its first step removes it. Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
 its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is written, at its end. An evaluation that is
-due at that step is left out. With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a
+due at that step is the resumed run's (``due_evaluation``). With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a
 run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step.
 
 HF's own answer to SIGTERM (transformers 5.17) comes three seconds later, inside whichever of its events is next: before the
@@ -35,6 +35,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.resume.due_evaluation import DueEvaluation
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -56,8 +57,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         broke_off_a_wait: the signal that ended a wait for a server.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = weakref.ref(trainer)
+    def __init__(self, trainer: GRPOTrainer, due: DueEvaluation) -> None:
+        self._trainer, self._due = weakref.ref(trainer), due
         self.signals = [signal.SIGTERM]
         self.returns = bool(trainer.args.enable_jit_checkpoint)
         self._before: dict[int, Any] = {}
@@ -148,7 +149,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):
             control.should_training_stop = control.should_save = True
-            control.should_evaluate = False
+            self._due.leave_out(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):

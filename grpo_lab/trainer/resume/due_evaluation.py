@@ -1,0 +1,73 @@
+"""An evaluation that was due at the step after which a run stopped on request: the resumed run makes it up before its first step.
+
+It would have come before the checkpoint and drawn from training's random numbers. A scheduler does not wait for an evaluation, so the
+checkpoint comes first and says that one is due; the resumed run has loaded the checkpoint's random numbers when a step begins,
+evaluates, and goes on as the uninterrupted one did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from grpo_lab.atomic import write_whole_text
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+FILE = "grpo_lab_evaluation_due.json"
+
+
+class DueEvaluation(TrainerCallback):  # type: ignore[misc]
+    """One for a trainer; comes before all other callbacks.
+
+    Limits: at the last step of an epoch the data loader has drawn a number before the step begins, so what follows are other draws than
+    the uninterrupted run's; where the evaluation itself ends the training (early stopping) one more step is made.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self.left_out = False
+        self._loaded = False
+
+    def leave_out(self, control: Any) -> None:
+        """Whatever is due at this step comes after the resume."""
+        self.left_out, control.should_evaluate = self.left_out or bool(control.should_evaluate), False
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """That one is due, into a checkpoint folder; nothing where none is."""
+        trainer = self._trainer()
+        if self.left_out and trainer is not None and trainer.args.should_save:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_whole_text(Path(folder) / FILE, json.dumps({"format": 1, "step": trainer.state.global_step}))
+
+    def load(self, checkpoint: str | None) -> None:
+        """Whether ``save`` wrote it; the same on every rank, which all come here."""
+        here = checkpoint is not None and (Path(checkpoint) / FILE).is_file()
+        self.left_out, self._loaded = False, any(gather_object([here]))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._made_up(args, state)
+
+    def _made_up(self, args: Any, state: Any) -> None:
+        loaded, self._loaded = self._loaded, False
+        trainer = self._trainer()
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        if not loaded or trainer is None or trainer.eval_dataset is None or strategy == "no":
+            return
+        trainer.recorder.say(f"the evaluation that was due after step {state.global_step} is made up")
+        metrics = trainer._evaluate(None, None)
+        best = trainer._determine_best_metric(metrics=metrics, trial=None)
+        place = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if best and os.path.exists(place):
+            state.best_model_checkpoint = place
+
+
+__all__ = ["FILE", "DueEvaluation"]
