@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_FENCE = re.compile(r"^[ \t]{0,8}(`{3,}|~{3,})[ \t]*([^\s`]{0,30})[^`\n]*$")
+_FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})[^`\n]*$")
 _PYTHON = ("python", "py", "python3")
 _END_OF_THOUGHT = "</think>"
 
@@ -24,20 +24,20 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order."""
+    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is moved left."""
     blocks: list[tuple[str, str]] = []
-    opened: tuple[str, str] | None = None
+    opened: tuple[str, str, int] | None = None
     inside: list[str] = []
     for line in text.split("\n"):
         fence = _FENCE.match(line)
         if opened is None:
             if fence:
-                opened, inside = (fence[1], fence[2].lower()), []
-        elif fence and not fence[2] and fence[1].startswith(opened[0]):
+                opened, inside = (fence[2], fence[3].lower(), len(fence[1])), []
+        elif fence and not fence[3] and fence[2].startswith(opened[0]):
             blocks.append((opened[1], "\n".join(inside)))
             opened = None
         else:
-            inside.append(line)
+            inside.append(line[: opened[2]].lstrip(" \t") + line[opened[2] :])
     if opened is not None:
         blocks.append((opened[1], "\n".join(inside)))
     return blocks

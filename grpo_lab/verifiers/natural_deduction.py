@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from grpo_lab.verifiers.formula import FALSE, Formula, NoFormula, read
 
-MOST_LINES = 200
+MOST_LINES, MOST_CHARACTERS = 200, 1000
 _LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
 _RULE = re.compile(
     r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
@@ -68,7 +68,7 @@ class _Proof:
         self.open = [_Part(0)]
 
     def add(self, number: int, line: str) -> None:
-        found = _LINE.match(line)
+        found = _LINE.match(line) if len(line) <= MOST_CHARACTERS else None
         rule = found and _RULE.match(found[4].replace("→", "->").translate(_SPELLED).strip())
         if not found or not rule or int(found[1]) != number:
             raise NotAProof(f"not of the form `{number}. formula [rule lines]`")

@@ -22,6 +22,7 @@ import pytest
 from code_attacks import FORGED, GREEDY, HARMFUL
 
 from grpo_lab.rewards import CodeReward
+from grpo_lab.verifiers.code import folder as folders
 
 TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
@@ -190,6 +191,51 @@ def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
         server.accept()[0].close()
     bare.close()
     assert canary.read_text() == "touched"
+
+
+def test_a_folder_is_removed_whatever_was_made_of_it(tmp_path: Path) -> None:
+    """Deeper than a path is long and than Python recurses; modes of 0; links; and within its time, the rest another time."""
+    top, outside = tmp_path / "top", tmp_path / "outside"
+    outside.mkdir(mode=0o750)
+    (top / "shut" / "in").mkdir(parents=True)
+    (top / "link").symlink_to(outside)
+    (top / "shut").chmod(0)
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d" * 200, dir_fd=here)
+        here, above = os.open("d" * 200, os.O_RDONLY, dir_fd=here), here
+        os.close(above)
+    os.close(here)
+    assert not folders.remove(str(top), time.monotonic() - 1.0)
+    assert folders.remove(str(top), time.monotonic() + 60.0)
+    assert not top.exists()
+    assert outside.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_folder_that_a_killed_worker_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_OLD_S", -1.0)
+    left, outside = tmp_path / "grpo_lab_code_left", tmp_path / "outside"
+    outside.mkdir()
+    (left / "inside").mkdir(parents=True)
+    (tmp_path / "grpo_lab_code_link").symlink_to(outside)
+    with folders.empty_folder(frozenset(), 0.0) as held, folders.empty_folder(frozenset(), 0.0) as other:
+        assert [Path(held).is_dir(), Path(other).is_dir(), left.exists()] == [True, True, False]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["grpo_lab_code_link", "outside"]
+
+
+def test_a_wall_that_stands_with_others_alone_is_refused_before_the_first_program() -> None:
+    """As root ``user`` stands behind namespaces; without them only where others can reach the interpreter."""
+    walls, right = ["user", "seccomp", "limits"], {"right": "def add(a, b):\n    return a + b"}
+    asked = CodeReward(workers=1, walls=walls)
+    if asked._judge.missing["user"]:
+        with pytest.raises(ValueError, match=r"only its owner may enter|only root"):
+            scores(asked, right)
+    else:
+        assert scores(asked, right) == {"right": 1.0}
+    asked.close()
 
 
 def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,14 @@ SPELLINGS: dict[str, tuple[Any, str | None]] = {
     ),
     "check, called": ("def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\ncheck(add)", None),
     "test functions": ("def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4", None),
+    "behind the guard of a script": (
+        "def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4\nif __name__ == '__main__':\n    test_one()\n    test_two()",
+        None,
+    ),
+    "check, called behind the guard": (
+        "def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\nif __name__ == '__main__':\n    check(add)",
+        "add",
+    ),
     "an import": ("from solution import add\nassert add(1, 2) == 3\nassert add(2, 2) == 4", None),
     "JSON calls": ('[{"input": [1, 2], "output": 3}, {"input": [2, 2], "output": 4}]', "add"),
     "pairs of calls": ([[[1, 2], 3], ((2, 2), 4)], "add"),
@@ -173,6 +181,10 @@ SCRIPTS: dict[str, Any] = {
     "numbers": {"input": "1\n1 2", "output": 3},
     "JSON": json.dumps({"inputs": ["1\n1 2\n"], "outputs": ["3\n"]}),
 }
+
+
+def test_half_a_character_in_a_script_s_output_is_a_wrong_answer(reward: CodeReward) -> None:
+    assert one(reward, SCRIPT, [["1\n1 2", "\ud800"]]) == 0.0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -214,6 +226,14 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
         "def twice(f, x): return f(f(x))\ndef adder(n): return lambda x: x + n",
         "k = 3\nassert twice(lambda x: x * k, 2) == 18\nassert twice(abs, -2) == 2\nassert adder(2)(3) == 5\nassert twice(adder(1), 0) == 2",
     ),
+    "functions handed over that call back": (
+        "def inc(x): return x + 1\ndef each(f, xs): return [f(x) for x in xs]",
+        "assert each(lambda x: inc(x) * 2, [1, 2]) == [4, 6]\nassert each(lambda x: each(inc, [x, inc(x)]), [1]) == [[2, 3]]",
+    ),
+    "functions handed over that raise": (
+        "def safe(f):\n    try: return f()\n    except (ZeroDivisionError, LookupError) as error: return str(error)",
+        "class Mine(LookupError): pass\ndef mine(): raise Mine('no')\nassert 'zero' in safe(lambda: 1 / 0)\nassert safe(mine) == 'no'",
+    ),
     "generators": (
         "def count(n):\n    yield from range(n)",
         "assert list(count(3)) == [0, 1, 2]\nassert next(count(1)) == 0",
@@ -248,7 +268,10 @@ def test_a_program_in_another_process_is_tested_as_one_in_the_same(reward: CodeR
 @pytest.mark.parametrize(
     "tests",
     [None, "", "   ", [], "x = 1", "print(add(1, 2))", "assert True", "assert add(1", {"input": 1}, [["a"]], [[1, 2], 3], 5,
-     "import _thread\nassert add(_thread.allocate_lock(), 1) == 3"],
+     "import _thread\nassert add(_thread.allocate_lock(), 1) == 3", "assert len('ab') == 2", "assert sum(10, 15) == 25",
+     "import no_such_package\nassert add(1, 2) == 3", "def test_add():\n    import no_such_package\n    assert add(1, 2) == 3",
+     "import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        assert add(1, 2) == 3\nunittest.main()",
+     "assert add('\ud800', '') == '\ud800'"],
 )  # fmt: skip
 def test_tests_that_are_none_are_unscorable_whatever_the_program(reward: CodeReward, tests: Any) -> None:
     assert reward(completions=[ADD, "import sys; sys.exit()"], tests=[tests] * 2)[0] is None
@@ -269,6 +292,34 @@ def test_a_program_cannot_make_a_test_unusable(reward: CodeReward, program: str)
     assert one(reward, program, tests) == 0.0
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (3, 4)]))",
+        "for found, wanted in zip(map(f, [1, 3]), [2, 4]):\n    assert found == wanted",
+        "assert not list(filter(lambda case: f(case[0]) != case[1], [(1, 2)]))",
+        "assert not f(1).difference({2})",
+    ],
+)
+def test_a_program_cannot_end_what_goes_through_the_cases(reward: CodeReward, tests: str) -> None:
+    """An exception that means "no more" to ``map``, ``zip`` and ``filter``, from a call or from a question, is not that in the tester."""
+    stops = ("class End(StopIteration): pass\n", "")
+    for end, kind in zip(stops, ("End", "StopIteration"), strict=True):
+        assert one(reward, f"{end}def f(x): raise {kind}", tests) == 0.0
+    assert (
+        one(reward, "class N:\n    def __getattr__(s, n): return lambda *a: set()\ndef f(x): return N()", tests) == 0.0
+    )
+
+
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "raise SystemExit(0)", "raise GeneratorExit"])
+def test_what_the_tests_raise_between_tests_fails_them_and_nothing_else(reward: CodeReward, end: str) -> None:
+    assert one(reward, ADD, f"assert add(1, 2) == 3\n{end}\nassert add(1, 2) == 4") == 0.0
+
+
+def test_a_function_named_as_one_of_pythons_is_the_programs_where_it_is_the_entry_point(reward: CodeReward) -> None:
+    assert one(reward, "def sum(a, b): return a + b", "assert sum(10, 15) == 25", "sum") == 1.0
+
+
 def test_unscorable_does_not_depend_on_the_program(reward: CodeReward) -> None:
     assert (
         reward(completions=[ADD, "", "while True: pass", "import os; os._exit(0)"], tests=["assert True"] * 4)
@@ -285,7 +336,11 @@ def test_unscorable_does_not_depend_on_the_program(reward: CodeReward) -> None:
         ("```\nx = 1\n```", "x = 1"),
         ("```python\nx = 1", "x = 1"),
         ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1"),
+        ("  ```python\n  x = 1\n  ```", "x = 1"),
+        (
+            "1. So:\n   ```python\n   def f():\n\n       return 1\n  x = 2\n\ty = 3\n   ```",
+            "def f():\n\n    return 1\nx = 2\ny = 3",
+        ),
         ("<think>```python\nx = 1\n```</think>\ny = 2", "\ny = 2"),
         ("~~~python\nx = 1\n~~~", "x = 1"),
     ],

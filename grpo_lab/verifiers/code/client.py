@@ -94,7 +94,7 @@ class CodeJudge:
     def missing(self) -> dict[str, str]:
         """Wall → why it does not stand here (empty: it does). Tried out in a worker, once."""
         if self._missing is None:
-            self._missing = _missing_here()
+            self._missing = _missing_here(self._wanted is None or "namespaces" in self._wanted)
         return self._missing
 
     @property
@@ -141,16 +141,16 @@ def _one_a_core() -> int:
     return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-@lru_cache(maxsize=1)
-def _missing_here() -> dict[str, str]:
-    """Wall → why it does not stand on this machine. A worker of its own tries, without this judge's limits."""
+@lru_cache(maxsize=2)
+def _missing_here(view: bool) -> dict[str, str]:
+    """Wall → why it does not stand on this machine, with or without a view. A worker of its own tries, without this judge's limits."""
     if sys.platform != "linux":
         raise RuntimeError(
             f"model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is {sys.platform}"
         )
     pool = WorkerPool(_HANDLER, limits=Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31), size=1)
     try:
-        outcome = pool.run([{"kind": "walls"}])[0]
+        outcome = pool.run([{"kind": "walls", "view": view}])[0]
     finally:
         pool.close()
     if outcome.status != "ok":

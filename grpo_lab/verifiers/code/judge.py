@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.verifiers.code import kernel, landlock, tester, view, walls
+from grpo_lab.verifiers.code.folder import empty_folder
 from grpo_lab.verifiers.code.jail import Jailed, spawn
 from grpo_lab.verifiers.code.walls import Allowance
 from grpo_lab.verifiers.code.wire import frame
@@ -84,23 +83,6 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
             said += chunk
 
 
-@contextlib.contextmanager
-def _folder(up: frozenset[str]) -> Iterator[str]:
-    """An empty folder outside, where there is no view with one inside."""
-    if "namespaces" in up:
-        yield view.INSIDE
-        return
-    folder = tempfile.mkdtemp(prefix="grpo_lab_code_")
-    os.chmod(folder, 0o777 if "user" in up else 0o700)
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):
-            for inner, _, _ in os.walk(folder):  # does not follow links
-                os.chmod(inner, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _sound(*processes: Jailed) -> None:
     for process in processes:
         if process.fault:
@@ -111,7 +93,7 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
     """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls stand."""
     _parent()
     if job["kind"] == "walls":
-        return {name: _missing(name) for name in walls.WALLS}
+        return {name: _missing(name, job["view"]) for name in walls.WALLS}
     up = frozenset(job["walls"])
     if not up & {"namespaces"} and kernel.known_machine():
         kernel.hide_memory()
@@ -142,7 +124,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
             kernel.hide_memory()
         tester.run(job, 3, 4)
 
-    with asks, answers, _folder(up) as folder, _folder(up) as apart:
+    with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
         program = spawn(lambda: _program("calls"), {3: answers.fileno()}, up, allowance, folder)
         testing = spawn(test, {3: asks.fileno(), 4: writes}, up, for_tests, apart)
         try:
@@ -189,7 +171,7 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
-    with ours, theirs, _folder(up) as folder, os.fdopen(typed, "wb") as file:
+    with ours, theirs, empty_folder(up, deadline) as folder, os.fdopen(typed, "wb") as file:
         file.write(given.encode("utf-8", "surrogatepass"))
         file.flush()
         os.lseek(typed, 0, os.SEEK_SET)
@@ -200,7 +182,9 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
             ours.settimeout(max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(OSError):  # it ended before it read its program
                 ours.sendall(frame({"load": job["program"]}))
-            said, ended = _follow(process, output, max(_OUTPUT_BYTES, 2 * len(expected.encode())), deadline)
+            said, ended = _follow(
+                process, output, max(_OUTPUT_BYTES, 2 * len(expected.encode("utf-8", "surrogatepass"))), deadline
+            )
         finally:
             os.close(output)
             process.kill()
@@ -214,15 +198,15 @@ def _lines(text: str) -> list[str]:
 
 
 @cache
-def _missing(name: str) -> str:
-    """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed."""
+def _missing(name: str, view_too: bool = True) -> str:
+    """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where they stand."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not landlock.version():
         return "this kernel has none"
     if name == "user" and not walls.may_change_user():
         return "only root may become another user"
-    alone = name == "user" and bool(_missing("namespaces"))
+    alone = name == "user" and (not view_too or bool(_missing("namespaces")))
     if alone and not walls.reachable_by_others(view.INTERPRETER):
         return f"{view.INTERPRETER} is in a folder that only its owner may enter"
     up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())

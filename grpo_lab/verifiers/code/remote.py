@@ -39,9 +39,11 @@ _YES_OR_NO = frozenset(
         "is_integer",
         "match",
         "fullmatch",
+        "difference",
+        "symmetric_difference",
     ]
 )
-"""Questions of plain data's own types: an object that answers yes to each must not pass for a text or a set."""
+"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
 
 
 _FROM_PROGRAMS = (BaseException, list, tuple, dict, set, frozenset, collections.deque)
@@ -100,6 +102,9 @@ class Program:
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
         if isinstance(answer, _Raised):
+            ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
+            if ends and request.get("what") != "next":  # `all(map(f, cases))` would end there, and be true
+                raise RuntimeError(f"the program raised {type(answer.error).__name__}")
             raise answer.error
         return answer
 
@@ -121,7 +126,7 @@ class Program:
         try:
             return {"value": self._pack(function(*args))}
         except Exception as error:
-            return {"raised": str(error)[:1000]}
+            return {"raised": [[kind.__name__ for kind in type(error).__mro__], str(error)[:1000]]}
 
     def _as_raised(self, kinds: list[str], message: str) -> BaseException:
         names = [str(kind) for kind in kinds]

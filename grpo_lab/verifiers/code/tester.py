@@ -25,6 +25,7 @@ from grpo_lab.verifiers.code.remote import Program, ProgramGone, Unsendable
 from grpo_lab.verifiers.code.wire import unpack
 
 UNIT = "__one_test__"
+_DEFINES_BY_NAME = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
 _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
@@ -46,13 +47,18 @@ class _Unit:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Unsendable | _Enough):
+        if isinstance(error, Unsendable | _Enough) or _lacks_a_module(error):
             return False
         passed = error is None and not self.run.program.gone
         self.run.report(b"1" if passed else b"0")
         if not passed and (self.run.stop_early or self.run.program.gone):
             raise _Enough
         return True
+
+
+def _lacks_a_module(error: BaseException | None) -> bool:
+    """The tests' own import of what is not there. What the program raises has a message alone."""
+    return isinstance(error, ModuleNotFoundError) and error.name is not None
 
 
 class Run:
@@ -64,7 +70,7 @@ class Run:
         self.stop_early = stop_early
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str) -> None:
-        """The program's text first, then the tests' code."""
+        """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
         try:
             self.program.load(source)
             names = Names(self.program)
@@ -74,10 +80,9 @@ class Run:
             self._offer_as_module()
             exec(code, names)
             self.report(b"." if not self.program.gone else b"")
-        except Unsendable as error:
-            self.report(b"?" + str(error).encode()[:300])
-        except (_Enough, ProgramGone, Exception):
-            return  # reported, or between tests: no test after it counts
+        except BaseException as error:
+            if isinstance(error, Unsendable) or _lacks_a_module(error):
+                self.report(b"?" + ascii(str(error)).encode()[:300])
 
     def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
         """Input/output pairs of a function: ``entry_point(*input) == output``."""
@@ -122,7 +127,7 @@ class Names(dict[str, Any]):
     """The tests' own names; then Python's; then modules of the standard library; then the program's."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        super().__init__({"__name__": "__main__", "__builtins__": builtins})
         self._program = program
 
     def __missing__(self, name: str) -> Any:
@@ -141,13 +146,43 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int]:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
             raise NoTests("nothing in the tests can fail: they have no `assert`")
+        if entry_point is None and not _asked_for(tree):
+            raise NoTests(
+                "the tests use nothing of the program; for a function named as one of Python's own, name the `entry_point`"
+            )
+        if any(isinstance(node, ast.ClassDef) and _is_test_case(node) for node in ast.walk(tree)):
+            raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
         counter = _Counter()
-        tree.body = counter.marked_module(tree.body, entry_point)
+        tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
         if not counter.count:
             raise NoTests("nothing in the tests is an assertion or a call")
         return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoTests(f"the tests are no Python: {error}") from None
+
+
+def _asked_for(tree: ast.Module) -> set[str]:
+    """The names that the tests use and neither they nor Python define; and ``solution``, where they import from that."""
+    nodes = list(ast.walk(tree))
+    used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    made |= {one.name for one in nodes if isinstance(one, _DEFINES_BY_NAME) and one.name}
+    made |= {one.arg for one in nodes if isinstance(one, ast.arg)}
+    imported = [one for one in nodes if isinstance(one, ast.alias)]
+    made |= {(one.asname or one.name).partition(".")[0] for one in imported}
+    whence = {one.module for one in nodes if isinstance(one, ast.ImportFrom)} | {one.name for one in imported}
+    return (used - made - set(dir(builtins)) - sys.stdlib_module_names) | ({"solution"} & whence)
+
+
+def _is_test_case(node: ast.ClassDef) -> bool:
+    return any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in node.bases)
+
+
+def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What stands under ``if __name__ == "__main__":`` is run as if it stood alone: not taken, it would be a test that passes."""
+    guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
+    guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
+    return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
 
 
 class _Counter:
