@@ -82,8 +82,8 @@ class Parts:
             trainer.vllm_generation.waiting = self.stop.wait
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
-            elif self.guard.faults is not None:
-                trainer.vllm_generation.llm.on_fault = self.guard.engine_fault
+            if self.guard.faults is not None:
+                trainer.vllm_generation.faults_go_to(self.guard.engine_fault)
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:

@@ -150,7 +150,7 @@ class Story:
         monkeypatch.setattr(server, "generate", lambda _, stock: stock())
         self.run = ServerReturn(generation, ServerSettings(**settings), str(tmp_path))
         book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
-        proof = SimpleNamespace(prove=lambda prompts: self.step(f"prove {prompts}"))
+        proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
         self.run.of(
             SimpleNamespace(parts=SimpleNamespace(sync_proof=proof), recorder=SimpleNamespace(book=lambda: book))
         )

@@ -129,7 +129,7 @@ class ServerReturn:
         if not self._unproven or self._trainer is None:
             return
         try:
-            self._trainer.parts.sync_proof.prove(prompts)
+            self._trainer.parts.sync_proof.prove(prompts, strict=True)
         except (EngineFault, WeightSyncError) as failure:
             raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
         self._unproven = False
