@@ -1,6 +1,6 @@
 """Who may ask a server what: one ASGI middleware before everything that vLLM serves, also what a later release adds.
 
-Named on the server's command line as `--middleware grpo_lab.rollouts.server_access.Guard`, so vLLM puts it around all its
+Named on the server's command line as `--middleware grpo_lab.rollouts.server_entry.Guard`, so vLLM puts it around all its
 own. A request passes that
 
     names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page

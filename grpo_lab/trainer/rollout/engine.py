@@ -48,13 +48,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
         #: context in which a wait for a server may be broken off, set once the trainer is built
         waiting: Any = staticmethod(contextlib.nullcontext)
-        #: is given the fault of log-probs that are not finite; None: it is raised
+        #: is given the fault of a server's log-probs that are not finite; None: it is raised
         on_fault: Any = None
-
-        def faults_go_to(self, on_fault: Any) -> None:
-            self.on_fault = on_fault
-            if self.mode != "server":
-                self.llm.on_fault = on_fault
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
@@ -80,11 +75,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
                 push_weights(self.llm, self._iter_named_params())
             else:
                 super().sync_weights()
-            if (
-                self.llm.faulty and not self.enable_sleep_mode
-            ):  # an engine that sleeps has no cache now, and then a new one
-                clear_cache(worker_runner(self.llm))
-            self.llm.faulty = False
+            without_nan(self)
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             if self.mode == "server":
@@ -95,6 +86,13 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
     return LabVLLMGeneration
+
+
+def without_nan(generation: Any) -> None:
+    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new cache."""
+    if generation.llm.faulty and not generation.enable_sleep_mode:
+        clear_cache(worker_runner(generation.llm))
+    generation.llm.faulty = False
 
 
 def run_seed(args: Any) -> int:
