@@ -53,7 +53,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                self.server_return = ServerReturn(self, settings.server, str(args.output_dir))
+                self.server_return = ServerReturn(self, settings.server, str(args.output_dir), args.ddp_timeout)
                 server.connect(self, settings.server, str(args.output_dir))
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
@@ -165,7 +165,9 @@ class SyncProof:
         model.eval()
         try:
             if generation.mode == "server":
-                return server.prove(generation, model, probe, self.tolerance)
+                stock_sync = functools.partial(trl_vllm.VLLMGeneration.sync_weights, generation)
+                proof = functools.partial(server.prove, generation, model, probe, self.tolerance)
+                return generation.server_return.proof(proof, stock_sync)  # type: ignore[no-any-return]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
             return prove_sync(bare, model, generation._iter_named_params, probe, tolerance=limit)
