@@ -72,7 +72,7 @@ class ServerOptions:
 
     def _check_host(self) -> None:
         try:
-            address = ipaddress.ip_address(self.host)
+            address = address_of(self.host)
         except ValueError:
             raise ValueError(
                 f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
@@ -86,12 +86,18 @@ class ServerOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches the server."""
-        return ipaddress.ip_address(self.host).is_loopback
+        return address_of(self.host).is_loopback
 
     @property
     def base_url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address; ::ffff:0.0.0.0 is the 0.0.0.0 that it listens at. ValueError for a name."""
+    address = ipaddress.ip_address(host)
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:

@@ -7,13 +7,17 @@ token is asked for: one without end fills the memory, and nobody else is answere
 
 from __future__ import annotations
 
-from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from typing import Any
 
-from grpo_lab.rollouts.server_access import Guard
 
-auto.AutoHTTPProtocol = (
-    H11Protocol  # uvicorn looks here when vLLM starts to serve, after it has imported its middleware
-)
+def __getattr__(name: str) -> Any:
+    """`Guard`, for which vLLM asks while it builds its application; uvicorn chooses its reader after that."""
+    if name != "Guard":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from uvicorn.protocols.http import auto
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Guard"]
+    from grpo_lab.rollouts.server_access import Guard
+
+    auto.AutoHTTPProtocol = H11Protocol
+    return Guard
