@@ -184,12 +184,14 @@ class Server:
         """Start the process and wait until it is healthy. Its token's file is there before it is."""
         self.token = of_server(self.options.base_url, self.options.token_file)
         try:
-            return self._start(self.token.value)
+            self._start(self.token.value)
+            self.token.keep()
+            return self
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, token: str) -> Server:
+    def _start(self, token: str) -> None:
         command = server_command(self.options, on_cpu=runs_on_cpu())
         self._sockets = Path(tempfile.mkdtemp(prefix="grpo-lab-", dir=os.environ.get(SOCKETS_VARIABLE)))  # mode 0700
         with nullcontext() if self.log is None else self.log.open("wb") as output:
@@ -203,7 +205,6 @@ class Server:
             )
         limit = self.start_timeout
         wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)
-        return self
 
     def stop(self, grace: float = 10.0) -> None:
         """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
