@@ -59,9 +59,11 @@ class GroupedEngine:
 
     Attributes:
         on_fault: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised.
+        faulty: there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`.
     """
 
     on_fault: Callable[[EngineFault], None] | None = None
+    faulty = False
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -97,6 +99,7 @@ class GroupedEngine:
         try:
             check_logprobs(outputs)
         except EngineFault as fault:
+            self.faulty = True
             if self.on_fault is None:
                 raise
             self.on_fault(fault)

@@ -32,6 +32,10 @@ from grpo_lab.rollouts.engine_tensors import engine_tensors, fused_parts, traine
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.sync import WeightSyncError, engine_model
 
+OWN_NAN = (
+    "the trainer's own weights hold NaN or infinity ({}): no engine can be proven against them. A training with `guard` lets none "
+    "in; look at the folder that the run began with"
+)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -152,6 +156,7 @@ def differing_tensors(
     The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly. Engine
     tensors whose parts the trainer does not have (a tied head) are compared with the embedding of the same shape.
     Needs a copy of the trainer's weights while it runs, and on a packed engine one product per layer with the identity.
+    Raises FloatingPointError where the trainer's own hold NaN or infinity: against them nothing can be proven.
     """
     trainer = {name: tensor.detach().clone() for name, tensor in named_params}
     fused = fused_parts(engine_model)
@@ -165,6 +170,8 @@ def differing_tensors(
                 break  # sharded over ranks (tensor parallel): not comparable here
             actual = tensor[rows : rows + expected.shape[0]]
             rows += expected.shape[0]
+            if not bool(trainer[part].isfinite().all()):
+                raise FloatingPointError(OWN_NAN.format(part))
             if not torch.equal(actual, expected):
                 label = part if name in trainer or len(parts) > 1 else name
                 found.append(difference(label, actual.float(), expected.float()))
@@ -204,17 +211,31 @@ def prove_sync(
     `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were pushed.
     With `compare_tensors=False` tensors are read on failure only.
 
-    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN.
+    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for NaN in the
+    trainer's own weights.
     """
+
+    def differing() -> list[TensorDifference]:
+        return differing_tensors(engine_model(llm), named_params())
+
     probe = draw_probe(llm, prompt_ids, max_tokens=max_tokens)
-    gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
-    judge(
-        gap,
-        lambda: differing_tensors(engine_model(llm), named_params()),
-        tolerance=tolerance,
-        compare_tensors=compare_tensors,
-    )
+    own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
+    try:
+        gap = sync_gap(probe.logprobs, own)
+    except EngineFault as fault:
+        if not compare_tensors:
+            raise
+        raise EngineFault(f"{fault}. {named(differing())}") from fault  # also where other ranks gather shards for it
+    judge(gap, differing, tolerance=tolerance, compare_tensors=compare_tensors)
     return gap
+
+
+def named(differing: Sequence[TensorDifference]) -> str:
+    """Tensors that differ, as a sentence."""
+    if not differing:
+        return "No tensor that can be read differs from the trainer's"
+    names = ", ".join(entry.name for entry in differing[:5])
+    return f"{len(differing)} tensors differ from the trainer's, most: {names}"
 
 
 def judge(

@@ -11,9 +11,11 @@ import ctypes
 import ipaddress
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,8 @@ from grpo_lab.rollouts.server_token import VARIABLE, Token, of_server
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
-GUARD = "grpo_lab.rollouts.server_access.Guard"
+GUARD = "grpo_lab.rollouts.server_entry.Guard"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 #: a second token, and unpickling what is sent
 NOT_OURS = ("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 #: of the trainer that starts a server, and not for it
@@ -69,7 +72,7 @@ class ServerOptions:
 
     def _check_host(self) -> None:
         try:
-            address = ipaddress.ip_address(self.host)
+            address = address_of(self.host)
         except ValueError:
             raise ValueError(
                 f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
@@ -83,12 +86,18 @@ class ServerOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches the server."""
-        return ipaddress.ip_address(self.host).is_loopback
+        return address_of(self.host).is_loopback
 
     @property
     def base_url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address; ::ffff:0.0.0.0 is the 0.0.0.0 that it listens at. ValueError for a name."""
+    address = ipaddress.ip_address(host)
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
@@ -124,8 +133,10 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     return command
 
 
-def server_environment(options: ServerOptions, token: str) -> dict[str, str]:
+def server_environment(options: ServerOptions, token: str, sockets: str | None = None) -> dict[str, str]:
     """This process's environment with the server's development endpoints on, usage statistics off, and what `Guard` reads.
+
+    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect to them.
 
     Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
     more and pins itself to a core; the engine has a process of its own in any case.
@@ -138,6 +149,8 @@ def server_environment(options: ServerOptions, token: str) -> dict[str, str]:
         VARIABLE: token,
         HOSTS_VARIABLE: ",".join((str(ipaddress.ip_address(options.host)), *options.allow_hosts)),
     }
+    if sockets is not None:
+        environment[SOCKETS_VARIABLE] = sockets
     environment[LIMIT_VARIABLE] = str(options.max_request_mib * 1024**2)
     return environment
 
@@ -165,22 +178,26 @@ class Server:
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
         self.token: Token | None = None
+        self._sockets: Path | None = None
 
     def start(self) -> Server:
         """Start the process and wait until it is healthy. Its token's file is there before it is."""
         self.token = of_server(self.options.base_url, self.options.token_file)
         try:
-            return self._start(self.token.value)
+            self._start(self.token.value)
+            self.token.keep()
+            return self
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, token: str) -> Server:
+    def _start(self, token: str) -> None:
         command = server_command(self.options, on_cpu=runs_on_cpu())
+        self._sockets = Path(tempfile.mkdtemp(prefix="grpo-lab-", dir=os.environ.get(SOCKETS_VARIABLE)))  # mode 0700
         with nullcontext() if self.log is None else self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=server_environment(self.options, token),
+                env=server_environment(self.options, token, str(self._sockets)),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -188,23 +205,26 @@ class Server:
             )
         limit = self.start_timeout
         wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)
-        return self
 
     def stop(self, grace: float = 10.0) -> None:
         """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
         if self.token is not None:
             self.token.forget()
-        if self.process is None:
-            return
+        if self.process is not None:
+            self._end(self.process, grace)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _end(self, process: subprocess.Popen[bytes], grace: float) -> None:
         for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
             try:
-                os.killpg(self.process.pid, sign)  # its own session, so its own group
-                self.process.wait(timeout=patience)
+                os.killpg(process.pid, sign)  # its own session, so its own group
+                process.wait(timeout=patience)
             except ProcessLookupError:
                 break
             except subprocess.TimeoutExpired:
                 continue
-        self.process.wait()
+        process.wait()
 
     def __enter__(self) -> Server:
         return self.start()

@@ -1,6 +1,6 @@
 """Who may ask a server what: one ASGI middleware before everything that vLLM serves, also what a later release adds.
 
-Named on the server's command line as `--middleware grpo_lab.rollouts.server_access.Guard`, so vLLM puts it around all its
+Named on the server's command line as `--middleware grpo_lab.rollouts.server_entry.Guard`, so vLLM puts it around all its
 own. A request passes that
 
     names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page
@@ -127,6 +127,10 @@ class Guard:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body, checked; what goes on to vLLM is what was checked."""
         said = _only(scope, b"content-length")
+        if said and _all(scope, b"transfer-encoding"):
+            raise Refused(
+                400, "a body has a length or comes in chunks, not both: two readers may take another end of it"
+            )
         if said and not (said.isdigit() and int(said) <= self.max_bytes):
             raise Refused(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         kind = _only(scope, b"content-type").split(b";")[0].strip().lower()

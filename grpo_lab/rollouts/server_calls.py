@@ -61,6 +61,7 @@ METHODS: dict[str, Kinds] = {
     "grpo_lab_note_version": {"version": _text},
     "grpo_lab_weights_version": {},
     "grpo_lab_differing_tensors": {"folder": _folder},
+    "grpo_lab_clear_cache": {},
 }
 RENDEZVOUS: Kinds = {
     "master_address": _text, "master_port": _number, "rank_offset": _number, "world_size": _number, "packed": _switch,

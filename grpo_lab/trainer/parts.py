@@ -85,8 +85,9 @@ class Parts:
             trainer.vllm_generation.waiting = self.stop.wait
             if trainer.vllm_mode == "server":
                 trainer.vllm_generation.server_return.of(trainer)
-            elif self.guard.faults is not None:
-                trainer.vllm_generation.llm.on_fault = self.guard.engine_fault
+            if self.guard.faults is not None:
+                made_by = trainer.vllm_generation
+                (made_by if trainer.vllm_mode == "server" else made_by.llm).on_fault = self.guard.engine_fault
             check_training_prompts(trainer, "_tokenize_prompts" in given.team)
 
     def _call_back(self, trainer: Any) -> None:

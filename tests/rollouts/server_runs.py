@@ -1,13 +1,14 @@
 """A short training against a vLLM server, and a server that is killed while a generation is under way.
 
 Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url", "dead_url", "out",
-"server_pid", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its start at the dead address and its run,
+"server_pid", "bad_push", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its start at the dead address and its run,
 and what it logged.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
 
@@ -68,6 +71,43 @@ def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[
     return times
 
 
+def poison(owner: Any, name: str, bad: int) -> None:
+    """NaN in one layer of the engine's weights, in the ``bad``-th sync alone. ``owner.name(…, named_params)`` sends them."""
+    push, pushes = getattr(owner, name), [0]
+
+    def pushed(*args: Any) -> Any:
+        pushes[0] += 1
+        if pushes[0] == bad:
+            *args, named = args
+            args = [*args, ((n, t * math.nan if "layers.0.mlp.up" in n else t) for n, t in named)]
+        return push(*args)
+
+    setattr(owner, name, pushed)
+
+
+class Moves(TrainerCallback):
+    """Whether each optimizer step moved this rank's weights."""
+
+    def __init__(self, trainer: LabTrainer) -> None:
+        self.trainer, self.moved, self._before = trainer, [], torch.zeros(())
+        trainer.add_callback(self)
+
+    def _weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.trainer.model.parameters()])
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._before = self._weights()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        now = self._weights()
+        assert now.isfinite().all()
+        self.moved.append(not torch.equal(now, self._before))
+
+
+def logged(history: list[dict[str, Any]], name: str) -> list[float | None]:
+    return [row.get(name) for row in history if "loss" in row]
+
+
 def outcome(run: Callable[[], Any]) -> str:
     try:
         run()
@@ -77,13 +117,13 @@ def outcome(run: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    import torch
-
     torch.set_num_threads(1)
     spec = json.loads(Path(sys.argv[1]).read_text())
     never_up = outcome(lambda: build(Path(spec["out"]), spec["model"], spec["dead_url"], vllm_server_timeout=1))
     trainer = build(Path(spec["out"]), spec["model"], spec["url"], max_completion_length=100)
+    moves = Moves(trainer)
     if trainer.accelerator.is_main_process:
+        poison(trainer.vllm_generation.vllm_client.courier, "push", spec["bad_push"])
         kill_during(
             trainer.vllm_generation.vllm_client, spec["kill_at"], lambda: os.killpg(spec["server_pid"], signal.SIGKILL)
         )
@@ -92,6 +132,7 @@ def main() -> None:
         "world": trainer.accelerator.num_processes,
         "never_up": never_up,
         "ended": ended,
+        "moved": moves.moved,
         "history": trainer.state.log_history,
     }
     (Path(spec["out"]) / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(report))

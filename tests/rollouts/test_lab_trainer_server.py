@@ -37,7 +37,8 @@ from grpo_lab.rollouts.server_token import of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout import server_client
-from rollouts.server_runs import build, kill_during
+from grpo_lab.trainer.step.bad_step import read_bad_step
+from rollouts.server_runs import Moves, build, kill_during, logged, poison
 from rollouts.test_server import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -217,10 +218,16 @@ def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, c
 
 
 def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_path: Path) -> None:
-    """Only rank 0 talks to the server; when that is killed, both write the checkpoint and raise the same error."""
+    """Only rank 0 talks to the server. NaN in its second weights: both leave that step out. Killed in the fourth generation: both
+    write the checkpoint and raise the same error."""
     assert new_server.process is not None
     spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
-    spec |= {"server_pid": new_server.process.pid, "kill_at": 3, "dead_url": f"http://127.0.0.1:{free_port()}"}
+    spec |= {
+        "server_pid": new_server.process.pid,
+        "bad_push": 2,
+        "kill_at": 4,
+        "dead_url": f"http://127.0.0.1:{free_port()}",
+    }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     launch = ["env", "ACCELERATE_USE_CPU=true", *launcher(RECIPES / "ddp.yaml", 2)]
     script = str(Path(__file__).with_name("server_runs.py"))
@@ -231,11 +238,13 @@ def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_pa
     assert "ServerGone: no vLLM server at" in reports[0]["never_up"]
     assert reports[0]["ended"] == reports[1]["ended"]
     assert reports[0]["ended"].startswith("ServerGone: the vLLM server at")
-    assert "checkpoint of step 2" in reports[0]["ended"]
-    gaps = [row["rollout/sync_gap"] for row in reports[0]["history"] if "loss" in row]
-    assert len(gaps) == 2
-    assert max(gaps) < 1e-4
-    states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-2").glob("rng_state_*.pth"))
+    assert "checkpoint of step 3" in reports[0]["ended"]
+    assert [report["moved"] for report in reports] == [[True, False, True]] * 2
+    assert logged(reports[0]["history"], "guard/log_prob") == [None, 1, 0]
+    gaps = logged(reports[0]["history"], "rollout/sync_gap")
+    assert gaps[1] is None  # NaN proves nothing: the next sync is proven
+    assert max(gaps[0], gaps[2]) < 1e-4
+    states = sorted(path.name for path in (tmp_path / "out" / "checkpoint-3").glob("rng_state_*.pth"))
     assert states == ["rng_state_0.pth", "rng_state_1.pth"]  # each rank wrote its part
 
 
@@ -290,18 +299,29 @@ def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, t
     assert_proven(trainer, 5)
 
 
-def test_a_nan_log_prob_from_the_server_is_an_error(
-    untied_server: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A NaN weight in the server only; the last test of this server, whose cache keeps the NaN."""
-    trainer = build(tmp_path, models("qwen3", False), untied_server)
-    client = trainer.vllm_generation.vllm_client
-    push = client.courier.push
+def test_a_step_with_nan_from_the_server_is_left_out(untied_server: str, models: Any, tmp_path: Path) -> None:
+    """The server cannot write NaN as JSON: completions are asked for once more without log-probs, and not trained on."""
+    trainer = build(tmp_path, models("qwen3", False), untied_server, max_steps=4)
+    client, moves = trainer.vllm_generation.vllm_client, Moves(trainer)
+    poison(client.courier, "push", 2)
+    trainer.train()
+    assert moves.moved == [True, False, True, True]
+    history = trainer.state.log_history
+    for name in ("left_out", "log_prob"):
+        assert logged(history, f"guard/{name}") == [None, 1, 0, 0]
+    gaps = logged(history, "rollout/sync_gap")
+    assert gaps[1] is None
+    assert max(gaps[0], gaps[2], gaps[3]) < 1e-4
+    facts, (tensors,) = read_bad_step(tmp_path / "out" / "bad_steps" / "step-000002")
+    assert facts["not_finite"] == ["log_prob"]
+    assert "log-prob that is NaN or infinite" in facts["of_rank"][0]["said"][0]
+    assert tensors["completion_ids"].shape[0] == 8
 
-    def poisoned(named_params: Any) -> Any:
-        return push((name, t * math.nan if "layers.0.mlp.up" in name else t) for name, t in named_params)
 
-    monkeypatch.setattr(client.courier, "push", poisoned)
+def test_a_nan_log_prob_from_the_server_is_an_error(untied_server: str, models: Any, tmp_path: Path) -> None:
+    """Without a guard. The last test of this server, whose cache keeps the NaN."""
+    trainer = build(tmp_path, models("qwen3", False), untied_server, guard="off")
+    poison(trainer.vllm_generation.vllm_client.courier, "push", 1)
     with pytest.raises(EngineFault, match="NaN"):
         trainer.train()
 

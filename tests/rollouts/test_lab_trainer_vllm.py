@@ -18,6 +18,8 @@ from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout import engine
+from grpo_lab.trainer.step.bad_step import read_bad_step
+from rollouts.server_runs import Moves, logged, poison
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -127,15 +129,37 @@ def test_a_stale_layer_is_caught_and_named(tmp_path: Path, monkeypatch: pytest.M
     assert trainer.state.global_step == 1
 
 
-def test_a_nan_log_prob_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put in the place of ``engine.push_weights`` goes with the test."""
+    monkeypatch.setattr(engine, "push_weights", engine.push_weights)
+
+
+def test_a_step_with_nan_from_the_engine_is_left_out(tmp_path: Path, send: None) -> None:
+    """NaN in the second weights alone: the step is left out to the bit, and the next one is right, its pages of the cache, too."""
+    trainer = build(tmp_path, "qwen2", tie=True, max_steps=4)
+    moves = Moves(trainer)
+    poison(engine, "push_weights", 2)
+    trainer.train()
+    assert moves.moved == [True, False, True, True]
+    history = trainer.state.log_history
+    for name in ("left_out", "log_prob"):
+        assert logged(history, f"guard/{name}") == [None, 1, 0, 0]
+    gaps = logged(history, "rollout/sync_gap")
+    assert gaps[1] is None  # NaN proves nothing: the next sync is proven
+    assert max(gaps[0], gaps[2], gaps[3]) < 1e-4
+    facts, (tensors,) = read_bad_step(tmp_path / "out" / "bad_steps" / "step-000002")
+    assert (facts["not_finite"], facts["in_a_row"]) == (["log_prob"], 1)
+    said = facts["of_rank"][0]["said"]
+    assert "log-prob nan" in said[0]
+    assert "layers.0.mlp.up_proj" in said[-1]  # the proof names the tensor
+    assert tensors["completion_ids"].shape[0] == 8
+
+
+def test_a_nan_log_prob_is_an_error(tmp_path: Path, send: None) -> None:
     """TRL makes None of it and then an importance ratio of one: the run would go on."""
     trainer = build(tmp_path, "qwen2", tie=True, guard="off")
-    push = engine.push_weights
-
-    def poisoned(llm: Any, named_params: Any) -> Any:
-        return push(llm, ((n, t * math.nan if "layers.0.mlp.up" in n else t) for n, t in named_params))
-
-    monkeypatch.setattr(engine, "push_weights", poisoned)
+    poison(engine, "push_weights", 1)
     with pytest.raises(EngineFault, match="log-prob nan"):
         trainer.train()
 

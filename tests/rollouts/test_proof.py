@@ -142,6 +142,16 @@ def test_packed_weights_are_read_back_to_the_last_bit() -> None:
     assert differing_tensors(engine, trainer.items()) == []
 
 
+def test_nan_in_the_trainers_own_weights_is_named() -> None:
+    """On both sides it is no difference, and no proof either; on the engine's alone it is a difference."""
+    trainer = trainer_tensors()
+    trainer["model.k_proj.weight"][1, 2] = math.nan
+    with pytest.raises(FloatingPointError, match=r"trainer's own weights .*model\.k_proj\.weight"):
+        differing_tensors(Engine(trainer), trainer.items())
+    (found,) = differing_tensors(Engine(trainer), trainer_tensors().items())
+    assert (found.name, found.relative) == ("model.k_proj.weight", math.inf)
+
+
 def test_stale_tied_head_is_found_by_what_it_computes_and_repaired() -> None:
     trainer = trainer_tensors()
     engine = Engine(trainer)
@@ -201,3 +211,12 @@ def test_engine_without_packing_needs_no_repair() -> None:
 
     assert not needs_repair(llm(nn.Linear(2, 2)))
     assert needs_repair(llm(Engine(trainer_tensors())))
+
+
+def test_every_tensor_of_a_cache_is_cleared_of_nan() -> None:
+    """Attention has one tensor a layer, a layer with a state several."""
+    from grpo_lab.rollouts.sync import clear_cache
+
+    caches = [torch.full((2, 3), math.nan), [torch.full((2,), math.inf), torch.ones(4)]]
+    clear_cache(SimpleNamespace(kv_caches=caches))
+    assert [int(caches[0].abs().sum()), *(int(part.abs().sum()) for part in caches[1])] == [0, 0, 0]  # type: ignore[union-attr]

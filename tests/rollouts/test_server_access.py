@@ -175,6 +175,8 @@ def test_a_body_is_not_longer_than_the_limit() -> None:
     assert asked("POST", "/v1/completions", {**JSON, "content-length": "-1"}, application=application)[0] == 413
     lied = {**JSON, "content-length": "10"}
     assert asked("POST", "/v1/completions", lied, (*whole, b"z"), application=application)[0] == 413
+    both = {**JSON, "content-length": "10", "transfer-encoding": "chunked"}
+    assert asked("POST", "/v1/completions", both, (b"{}",), application=application)[0] == 400
     assert len(application.bodies) == 1  # the others did not reach it
 
 
@@ -315,6 +317,13 @@ def test_a_token_is_made_for_its_owner_alone_and_found_again(state: Path) -> Non
     assert of_trainer(URL, None) == two.value
     two.forget()
     assert of_trainer(URL, None) is None
+    one.keep()  # the other did not get the address, and went
+    assert of_trainer(URL, None) == one.value
+    one.forget()
+    two.keep()
+    one.keep()
+    assert of_trainer(URL, None) == one.value
+    one.forget()
     assert list(one.file.parent.iterdir()) == []
 
 

@@ -5,6 +5,7 @@ One server for the file; the last test kills it, and its run starts the second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -147,6 +148,29 @@ def test_a_web_socket_is_not_opened(served: Served) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
         raw.sendall(shake.encode())
         assert raw.recv(100).split(b"\r\n")[0] == b"HTTP/1.1 403 Forbidden"
+
+
+def test_headers_without_end_are_cut_off(served: Served) -> None:
+    """Nobody has been asked for a token yet."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nX-Endless: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(16):
+                raw.sendall(b"a" * 2**20)
+        with contextlib.suppress(ConnectionError):
+            assert raw.recv(100)[:10] in (b"HTTP/1.1 4", b"")  # else it waits for more: TimeoutError
+    assert served.ask("GET", "/health").status_code == 200
+
+
+def test_sockets_between_its_processes_are_for_its_owner(served: Served) -> None:
+    """Whoever reaches them speaks to the engine past the token; with a umask of 002 a group would."""
+    (server,) = children(served.process.pid)[:1]
+    listed = [line.split() for line in Path(f"/proc/{server}/net/unix").read_text().splitlines()]
+    held = {os.readlink(entry) for entry in Path(f"/proc/{server}/fd").iterdir() if entry.is_symlink()}
+    paths = [Path(words[7]) for words in listed if len(words) > 7 and f"socket:[{words[6]}]" in held]
+    assert paths
+    for path in paths:
+        assert path.parent.stat().st_mode & 0o777 == 0o700, path
 
 
 def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def test_a_start_that_fails_is_tried_again_and_one_that_hands_over_is_waited_for
     assert counted.read_text() == "x" * 5
     with pytest.raises(ServerGone, match="within 1 s"):
         Restart("true", tmp_path / "log").until_ready(wait, 1)
+    started: list[int] = []
+
+    def noting(limit: float, process: Any, **more: Any) -> None:
+        started.append(process.pid)
+        wait(limit, process=process, **more)
+
+    with pytest.raises(ServerGone, match="within 1 s"):
+        Restart("sleep 60", tmp_path / "log").until_ready(noting, 1)
+    assert gone(started[0])  # it is not left to come up later
     with contextlib.ExitStack() as stack:
         threading.Timer(0.6, lambda: stack.enter_context(answering(port))).start()
         Restart("true", tmp_path / "log").until_ready(wait, 30)
@@ -119,7 +128,8 @@ def test_a_server_that_refuses_the_token_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [("", "is empty"), ("grpo-lab 'serve", "No closing quotation"), ("no-such-program serve", "there is no program")]
+    ("command", "told"), [("", "is empty"), ("grpo-lab 'serve", "No closing quotation"), ("no-such-program serve", "there is no program"),
+     ("env GRPO_LAB_SERVER_TOKEN=abc grpo-lab serve", "a recipe is no secret")]
 )  # fmt: skip
 def test_a_command_that_cannot_run_is_refused_with_the_settings(command: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -150,7 +160,7 @@ class Story:
         monkeypatch.setattr(server, "generate", lambda _, stock: stock())
         self.run = ServerReturn(generation, ServerSettings(**settings), str(tmp_path))
         book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
-        proof = SimpleNamespace(prove=lambda prompts: self.step(f"prove {prompts}"))
+        proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
         self.run.of(
             SimpleNamespace(parts=SimpleNamespace(sync_proof=proof), recorder=SimpleNamespace(book=lambda: book))
         )
@@ -212,6 +222,32 @@ def test_a_proof_that_fails_is_no_return(tell: Tell) -> None:
     with pytest.raises(ServerGone, match="proof of its weights failed: stale layer"):
         story.generate()
     assert story.done.count("generate") == 1
+
+
+def raised(failure: Exception) -> Any:
+    raise failure
+
+
+def test_a_server_lost_in_a_proof_is_had_back_and_proven(tell: Tell) -> None:
+    """Between two generations (`rollout.verify_every`)."""
+    story = tell({"prove": [LOST, "proven"]}, return_timeout=5)
+    assert story.run.proof(lambda: story.step("prove"), lambda: story.step("sync")) == "proven"
+    assert story.done == ["prove", "wait", "connect", "sync", "prove"]
+    story.generate()
+    assert story.done[5:] == ["generate"]
+    assert story.counted == [1]
+    with pytest.raises(ServerGone, match=r"^it went$"):
+        tell({}).run.proof(lambda: raised(LOST), lambda: None)
+
+
+def test_ranks_that_would_give_up_before_the_server_is_back_are_named(tmp_path: Path) -> None:
+    several = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=False, num_processes=2))
+    with pytest.raises(ValueError, match=r"600 s \(`rollout.server.return_timeout`\).*300 s \(`ddp_timeout`\)"):
+        ServerReturn(several, ServerSettings(restart="true"), str(tmp_path), patience=300)
+    ServerReturn(several, ServerSettings(restart="true", return_timeout=200), str(tmp_path), patience=300)
+    ServerReturn(several, ServerSettings(), str(tmp_path), patience=300)  # nobody waits
+    alone = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=False, num_processes=1))
+    ServerReturn(alone, ServerSettings(restart="true"), str(tmp_path), patience=300)
 
 
 @pytest.mark.parametrize(

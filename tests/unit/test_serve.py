@@ -64,6 +64,7 @@ def a_model(tmp_path: Path) -> str:
         (["--tensor-parallel-size", "0"], "tensor_parallel_size"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
         (["--host", "0.0.0.0"], "every network of this machine"),
+        (["--host", "::ffff:0.0.0.0"], "every network of this machine"),
         (["--host", "::"], "every network of this machine"),
         (["--host", "node7"], "must be an address"),
     ],

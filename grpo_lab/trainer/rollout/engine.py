@@ -18,8 +18,9 @@ from transformers import TrainerCallback
 from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.rollouts.engine import EngineOptions, engine_factory
-from grpo_lab.rollouts.proof import prove_sync, tolerance_for
-from grpo_lab.rollouts.sync import needs_repair, push_weights
+from grpo_lab.rollouts.grouping import EngineFault
+from grpo_lab.rollouts.proof import SyncGap, prove_sync, tolerance_for
+from grpo_lab.rollouts.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.rollout import server
 from grpo_lab.trainer.rollout.prompt_fit import refuse_long
 from grpo_lab.trainer.rollout.server_check import release
@@ -47,10 +48,12 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
         #: context in which a wait for a server may be broken off, set once the trainer is built
         waiting: Any = staticmethod(contextlib.nullcontext)
+        #: is given the fault of a server's log-probs that are not finite; None: it is raised
+        on_fault: Any = None
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                self.server_return = ServerReturn(self, settings.server, str(args.output_dir))
+                self.server_return = ServerReturn(self, settings.server, str(args.output_dir), args.ddp_timeout)
                 server.connect(self, settings.server, str(args.output_dir))
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
@@ -67,10 +70,12 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         def sync_weights(self) -> None:
             if self.mode == "server":
                 self.server_return.sync(super().sync_weights)
-            elif needs_repair(self.llm):
+                return
+            if needs_repair(self.llm):
                 push_weights(self.llm, self._iter_named_params())
             else:
                 super().sync_weights()
+            without_nan(self)
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             if self.mode == "server":
@@ -81,6 +86,13 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
     return LabVLLMGeneration
+
+
+def without_nan(generation: Any) -> None:
+    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new cache."""
+    if generation.llm.faulty and not generation.enable_sleep_mode:
+        clear_cache(worker_runner(generation.llm))
+    generation.llm.faulty = False
 
 
 def run_seed(args: Any) -> int:
@@ -125,26 +137,53 @@ class SyncProof:
         """When the sync was proven last, in words."""
         return "never" if self._done == 0 else f"at step {self._last}"
 
-    def prove(self, prompt_ids: list[list[int]]) -> None:
-        """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights."""
-        trainer, generation = self.trainer, self.trainer.vllm_generation
-        self._last, self._done, self.doubted = trainer.state.global_step, self._done + 1, False
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        tolerance = self.tolerance
+    def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
+        """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
 
+        A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven instead
+        (``strict``: an error in any case).
+        """
+        trainer = self.trainer
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
+        gap: SyncGap | None = None
+        try:
+            gap = self._gap(probe)
+        except EngineFault as fault:
+            if strict:
+                raise
+            trainer.parts.guard.engine_fault(fault)
+        self.doubted = anywhere(trainer.accelerator, gap is None)
+        if gap is None or self.doubted:
+            return
+        self._last, self._done = trainer.state.global_step, self._done + 1
+        trainer.recorder.book("train").add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
+
+    def _gap(self, probe: list[list[int]]) -> SyncGap:
+        trainer, generation = self.trainer, self.trainer.vllm_generation
+        model = trainer.accelerator.unwrap_model(trainer.model)
         was_training = model.training
         model.eval()
         try:
             if generation.mode == "server":
-                gap = server.prove(generation, model, probe, tolerance)
-            else:
-                limit = tolerance(generation.llm.llm_engine.model_config.dtype)
-                gap = prove_sync(generation.llm, model, generation._iter_named_params, probe, tolerance=limit)
+                stock_sync = functools.partial(trl_vllm.VLLMGeneration.sync_weights, generation)
+                proof = functools.partial(server.prove, generation, model, probe, self.tolerance)
+                return generation.server_return.proof(proof, stock_sync)  # type: ignore[no-any-return]
+            limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
+            bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
+            return prove_sync(bare, model, generation._iter_named_params, probe, tolerance=limit)
+        except EngineFault:
+            if generation.mode != "server":
+                generation.llm.faulty = True
+            raise
         finally:
             model.train(was_training)
-        book = trainer.recorder.book("train")
-        book.add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
+
+
+def anywhere(accelerator: Any, here: bool) -> bool:
+    """Whether it is so on any rank. A collective where there are several."""
+    if accelerator.num_processes == 1:
+        return here
+    return bool(accelerator.gather(torch.tensor([here], device=accelerator.device)).any())
 
 
 class ProofWatch(TrainerCallback):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_check import check_same_model, claim
-from grpo_lab.trainer.rollout.server_client import KeptFailure, LabVLLMClient, RequestRefused
+from grpo_lab.trainer.rollout.server_client import LabVLLMClient, RequestRefused
 from grpo_lab.trainer.settings.rollout import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -123,11 +123,47 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
         answer = stock()
         raise_together(generation.accelerator, None)
         return answer
-    guard = KeptFailure(generation.vllm_client)
+    guard = KeptFailure(generation.vllm_client, generation.on_fault)
     with replaced(generation, "vllm_client", guard), generation.waiting():
         answer = stock()
     raise_together(generation.accelerator, guard.failure)
     return answer
+
+
+class KeptFailure:
+    """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
+
+    So the main process still reaches the broadcast in which the others wait; the failure is raised after it, everywhere.
+    ``on_fault`` is given the ``EngineFault`` of log-probs that are not finite; unless it raises, completions come without them.
+    """
+
+    def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
+        self.client, self.on_fault = client, on_fault
+        self.failure: Exception | None = None
+
+    def image_features(self, images: list[Any]) -> list[Any]:
+        return self._tried(lambda: self.client.image_features(images), [None] * len(images))
+
+    def generate(self, prompts: Any, **arguments: Any) -> dict[str, Any]:
+        empty: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+        return self._tried(lambda: self._generate(prompts, arguments), empty)
+
+    def _generate(self, prompts: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self.client.generate(prompts, **arguments)
+        except EngineFault as fault:
+            if self.on_fault is None:
+                raise
+            self.on_fault(fault)
+        return self.client.generate_unscored(prompts, **arguments)
+
+    def _tried(self, call: Callable[[], Any], otherwise: Any) -> Any:
+        if self.failure is None:
+            try:
+                return call()
+            except Exception as failure:
+                self.failure = failure
+        return otherwise
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------
@@ -231,5 +267,5 @@ def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
 
 
 __all__ = [
-    "checkpoint_if_server_gone", "connect", "from_main", "generate", "on_main", "prove", "raise_together", "save_for_resume", "sync",
+    "KeptFailure", "checkpoint_if_server_gone", "connect", "from_main", "generate", "on_main", "prove", "raise_together", "save_for_resume", "sync",
 ]  # fmt: skip

@@ -97,6 +97,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.way = ""  # settled by open_way
         self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
         self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
+        self.faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
@@ -219,6 +220,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                     self.courier.note()
             else:
                 self.courier.push(named_params)
+            if self.faulty and self.has_worker:
+                self.courier.clear_cache()
+            self.faulty = False
         finally:
             for _ in named_params:
                 pass
@@ -248,10 +252,22 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
-        answer: dict[str, Any] = super().generate(*args, **kwargs)
-        check_answer(answer["logprobs"])
+        try:
+            answer: dict[str, Any] = super().generate(*args, **kwargs)
+            check_answer(answer["logprobs"])
+        except EngineFault:
+            self.faulty = True
+            raise
         self.check_same_weights()
         return answer
+
+    def generate_unscored(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The same, drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
+        answer: dict[str, Any] = super().generate(*args, **{**kwargs, "logprobs": None})
+        ids = answer["completion_ids"]
+        unscored = [[[None] for _ in row] for row in ids]
+        self.check_same_weights()
+        return {**answer, "logprobs": unscored, "logprob_token_ids": [[[token] for token in row] for row in ids]}
 
     def probe(self, prompt_ids: list[list[int]], max_tokens: int = 16) -> Probe:
         """Fresh samples at temperature 1 from the whole vocabulary, see ``rollouts.proof``."""
@@ -271,30 +287,4 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
                     )
 
 
-class KeptFailure:
-    """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
-
-    So the main process still reaches the broadcast in which the others wait; the failure is raised after it, everywhere.
-    """
-
-    def __init__(self, client: LabVLLMClient) -> None:
-        self.client = client
-        self.failure: Exception | None = None
-
-    def image_features(self, images: list[Any]) -> list[Any]:
-        return self._tried(lambda: self.client.image_features(images), [None] * len(images))
-
-    def generate(self, prompts: Any, **arguments: Any) -> dict[str, Any]:
-        empty: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
-        return self._tried(lambda: self.client.generate(prompts, **arguments), empty)
-
-    def _tried(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        if self.failure is None:
-            try:
-                return call()
-            except Exception as failure:
-                self.failure = failure
-        return otherwise
-
-
-__all__ = ["KeptFailure", "LabVLLMClient", "RequestRefused", "check_answer", "weight_way"]
+__all__ = ["LabVLLMClient", "RequestRefused", "check_answer", "weight_way"]

@@ -12,10 +12,11 @@ random numbers of the new server begin with its ``--seed``.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from grpo_lab.trainer.settings.rollout import ServerSettings
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")
 
 #: times that one generation may lose its server; a batch that the server dies of is not tried for ever
@@ -42,9 +44,18 @@ class ServerReturn:
     Args:
         generation: TRL's ``VLLMGeneration``.
         folder: of the run; the command's output is kept there.
+        patience: seconds that ranks wait for each other (``ddp_timeout``).
+
+    Raises:
+        ValueError: the other ranks would give up before the server is back.
     """
 
-    def __init__(self, generation: Any, settings: ServerSettings, folder: str) -> None:
+    def __init__(self, generation: Any, settings: ServerSettings, folder: str, patience: float = math.inf) -> None:
+        if generation.accelerator.num_processes > 1 and settings.waits >= patience:
+            raise ValueError(
+                f"a lost server is waited for {settings.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait for each other "
+                f"{patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or lengthen the other"
+            )
         self.generation, self.settings, self.folder = generation, settings, folder
         self._since = 0  # returns since the last generation
         self._unproven = False
@@ -76,6 +87,16 @@ class ServerReturn:
                 self._bring_back(lost, sync)
         self._count()
         return answer
+
+    def proof(self, prove: Callable[[], Proven], sync: Callable[[], None]) -> Proven:
+        """``prove()`` between two generations: a server that is lost in it is had back, and proven in its place."""
+        try:
+            return prove()
+        except ServerGone as lost:
+            self._bring_back(lost, sync)
+        proven = prove()
+        self._unproven = False
+        return proven
 
     def _bring_back(self, lost: ServerGone, sync: Callable[[], None]) -> None:
         """Wait for the server, connect, send the weights. Every rank calls this with the same fault.
@@ -129,7 +150,7 @@ class ServerReturn:
         if not self._unproven or self._trainer is None:
             return
         try:
-            self._trainer.parts.sync_proof.prove(prompts)
+            self._trainer.parts.sync_proof.prove(prompts, strict=True)
         except (EngineFault, WeightSyncError) as failure:
             raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
         self._unproven = False

@@ -77,7 +77,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def engine_fault(self, fault: Exception) -> None:
-        """A colocated engine's log-prob is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
+        """A log-prob of vLLM is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
         faults = self.trainer.recorder.faults_in_training
         if faults is None:
             raise fault
