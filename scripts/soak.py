@@ -191,7 +191,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
             pairs = [(row["step"], row[name]) for row in rows if name in row]
             axis.plot([step for step, _ in pairs], [value for _, value in pairs], linewidth=1, label=side)
         axis.set_title(said, fontsize=9)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(row[name] for rows in found.values() for row in rows if name in row))
         axis.tick_params(labelsize=8)
     axes.flat[0].legend(fontsize=8)
     figure.supxlabel("optimizer step", fontsize=9)

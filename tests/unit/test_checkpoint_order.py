@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,11 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 from transformers import TrainerState
+from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_lab.checkpoints import MARK, SAVING
 from grpo_lab.trainer.resume import checkpoint
-from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_final, save_whole
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_final, save_whole, surplus
 
 
 class Saves:
@@ -52,13 +56,13 @@ class Saves:
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
     made = Saves(tmp_path)
-    stock = checkpoint.rotate_checkpoints
+    stock = checkpoint._prune
 
-    def pruned(**kwargs: Any) -> None:
+    def pruned(*args: Any) -> None:
         made.events.append("prune")
-        stock(**kwargs)
+        stock(*args)
 
-    monkeypatch.setattr(checkpoint, "rotate_checkpoints", pruned)
+    monkeypatch.setattr(checkpoint, "_prune", pruned)
     return made
 
 
@@ -91,6 +95,40 @@ def test_the_best_is_one_that_was_written_before(trainer: Saves) -> None:
     best = json.loads((trainer.run / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"]
     assert best == str(trainer.run / "checkpoint-2")
     assert (trainer.run / "checkpoint-2").is_dir()
+
+
+def test_what_goes_is_what_transformers_would_remove(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for number in range(60):
+        run = tmp_path / str(number)
+        steps = rng.sample(range(1, 200), rng.randint(1, 6))
+        for age, step in enumerate(rng.choice((steps, sorted(steps)))):
+            (run / f"checkpoint-{step}").mkdir(parents=True)
+            os.utime(run / f"checkpoint-{step}", times=(age * 10.0, age * 10.0))
+        limit = rng.choice((None, 0, 1, 2, 3))
+        best = rng.choice((None, str(run / f"checkpoint-{rng.choice(steps)}"), str(run / "checkpoint-999")))
+        before = {path.name for path in run.iterdir()}
+        going = {path.name for path in surplus(str(run), limit, best)}
+        rotate_checkpoints(str(run), limit, best, use_mtime=True)
+        assert {path.name for path in run.iterdir()} == before - going
+
+
+def test_one_that_goes_leaves_its_name_in_one_move(trainer: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the middle of the removal leaves nothing under its name."""
+    old = trainer.run / "checkpoint-2"
+    old.mkdir()
+    stock = shutil.rmtree
+
+    def killed(path: Any, **kwargs: Any) -> None:
+        if any(Path(path).glob("checkpoint-2")):
+            raise KeyboardInterrupt
+        stock(path, **kwargs)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_whole(trainer, None, None, trainer.stock)
+    assert not old.exists()
+    assert (trainer.run / "checkpoint-4" / MARK).is_file()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])

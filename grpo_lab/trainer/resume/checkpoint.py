@@ -25,7 +25,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from grpo_lab.atomic import move_whole, write_whole_text
 from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole
@@ -106,9 +106,20 @@ def _has_collectives(trainer: Any) -> bool:
 
 
 def _prune(trainer: Any, run: str) -> None:
-    """As transformers does at the end of its saving, where the new one does not lie under its name yet."""
-    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    rotate_checkpoints(output_dir=run, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look whole."""
+    for going in surplus(run, trainer.args.save_total_limit, trainer.state.best_model_checkpoint):
+        left = Path(run) / SAVING / going.name
+        left.parent.mkdir(exist_ok=True)
+        os.replace(going, left)
+        shutil.rmtree(left.parent, ignore_errors=True)
+
+
+def surplus(run: str, limit: int | None, best: str | None) -> list[Path]:
+    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the newest or the best."""
+    ordered = sort_checkpoints(run, use_mtime=True) if limit is not None and limit > 0 else []
+    spared = {*ordered[-1:], *([] if best is None else [str(Path(best))])}
+    many = len(ordered) - max(limit or 0, len(spared))
+    return [Path(one) for one in ordered if one not in spared][: max(many, 0)]
 
 
 def chosen(trainer: Any, given: Any) -> Any:
@@ -211,4 +222,4 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
             shutil.rmtree(partial.parent, ignore_errors=True)
 
 
-__all__ = ["CheckpointNotWritten", "chosen", "save_final", "save_whole"]
+__all__ = ["CheckpointNotWritten", "chosen", "save_final", "save_whole", "surplus"]
