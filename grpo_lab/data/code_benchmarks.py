@@ -81,7 +81,8 @@ def load_mbpp(
         system_prompt: system turn, for templates that are message lists.
 
     Returns:
-        columns as ``load_humaneval``'s, without ``entry_point``.
+        columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are called as one of
+        Python's own, ``sum``), or None.
 
     Raises:
         ValueError: a column is missing, ``test_list`` is no list of assertions, or ``shown_tests`` is less than 1.
@@ -95,16 +96,18 @@ def load_mbpp(
     task = required_column(rows, _TASK, source)
     for name in ("code", "test_list"):
         required_column(rows, (name,), source)
-    examples = []
-    for number, row in enumerate(rows, start=1):
-        tests = _lines(row, "test_list", number, source)
-        shown = "\n".join(tests[:shown_tests])
-        asked = f"{text_of(row, task, number, source).strip()}\n\nYour code should pass {_many(shown_tests)}:\n\n{fenced(shown)}"
-        first = [line for name in _IMPORTS if row.get(name) for line in _lines(row, name, number, source)]
-        rest = _without(row, task, "code", "test_list", *_IMPORTS)
-        program = text_of(row, "code", number, source).replace("\r\n", "\n")
-        examples.append(rest | {"question": asked, "tests": "\n".join([*first, *tests])} | _solved(program))
-    return to_dataset(examples, form)
+    return to_dataset((_mbpp(row, task, shown_tests, n, source) for n, row in enumerate(rows, start=1)), form)
+
+
+def _mbpp(row: Row, task: str, shown_tests: int, number: int, source: str | Path) -> Row:
+    tests = _lines(row, "test_list", number, source)
+    shown = fenced("\n".join(tests[:shown_tests]))
+    asked = f"{text_of(row, task, number, source).strip()}\n\nYour code should pass {_many(shown_tests)}:\n\n{shown}"
+    first = [line for name in _IMPORTS if row.get(name) for line in _lines(row, name, number, source)]
+    rest = _without(row, task, "code", "test_list", *_IMPORTS)
+    program = text_of(row, "code", number, source).replace("\r\n", "\n")
+    judged = {"tests": "\n".join([*first, *tests]), "entry_point": _tested(program, "\n".join(tests))}
+    return rest | {"question": asked} | judged | _solved(program)
 
 
 def fenced(program: str) -> str:
@@ -132,6 +135,16 @@ def _beside(head: str, name: str, number: int, source: str | Path) -> str:
             f"source {str(source)!r}, row {number}: column 'prompt' does not define its entry_point {name!r}"
         )
     return "\n\n".join(ast.unparse(part) for part in parts if part not in named)
+
+
+def _tested(program: str, tests: str) -> str | None:
+    """The last function of ``program`` whose name the tests use; None where they are no Python or name none."""
+    try:
+        made = [part.name for part in ast.parse(program).body if isinstance(part, ast.FunctionDef)]
+        used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return next((name for name in reversed(made) if name in used), None)
 
 
 def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:

@@ -128,7 +128,7 @@ class CountdownReward:
         target: Sequence[int] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order; None where a row has no numbers or no target."""
+        """Rewards in order; None where a row has no numbers or no target, or one that is not whole."""
         if completions is None or numbers is None or target is None:
             raise ValueError("CountdownReward needs completions=[...] and the columns 'numbers' and 'target'")
         if not len(completions) == len(numbers) == len(target):
@@ -143,7 +143,19 @@ class CountdownReward:
     def _score(self, text: str, numbers: Sequence[int], target: int | None) -> float | None:
         if not numbers or target is None:
             return None
-        return float(reaches(_last_line(answer_block(text)), [int(x) for x in numbers], int(target)))
+        try:
+            given, goal = [_whole(x) for x in numbers], _whole(target)
+        except (TypeError, ValueError, ArithmeticError):
+            return None
+        return float(reaches(_last_line(answer_block(text)), given, goal))
+
+
+def _whole(value: Any) -> int:
+    """``24``, ``24.0`` or ``"24"``; ValueError for what is no whole number, which ``int`` would cut off."""
+    exact = Fraction(value)
+    if exact.denominator != 1:
+        raise ValueError(value)
+    return int(exact)
 
 
 def _last_line(text: str) -> str:

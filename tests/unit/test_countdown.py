@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from grpo_lab.rewards import CountdownReward
 from grpo_lab.rewards.countdown import NoExpression, reaches, value_and_numbers
 
 
-def score(text: str, numbers: list[int], target: int | None) -> float | None:
+def score(text: str, numbers: list[Any], target: Any) -> float | None:
     return CountdownReward()(completions=[text], numbers=[numbers], target=[target])[0]
 
 
@@ -42,9 +43,14 @@ def score(text: str, numbers: list[int], target: int | None) -> float | None:
         ("3", [3], 3, 1.0),
         ("3", [], 3, None),
         ("3", [3], None, None),
+        ("3", [3], 3.5, None),
+        ("3", [3.2], 3, None),
+        ("3", [3], float("inf"), None),
+        ("3", [3], "3", 1.0),
+        ("3", [3.0], 3.0, 1.0),
     ],
 )
-def test_by_hand(text: str, numbers: list[int], target: int | None, expected: float | None) -> None:
+def test_by_hand(text: str, numbers: list[Any], target: Any, expected: float | None) -> None:
     assert score(text, numbers, target) == expected
 
 

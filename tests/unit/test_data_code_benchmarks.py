@@ -82,10 +82,20 @@ def test_columns_of_mbpp(tmp_path: Path, reward: CodeReward, form: dict[str, Any
     assert row["tests"] == "\n".join(["from math import sqrt", *MBPP["test_list"]])
     assert row["solution"] == "def shared(a, b):\n  return set(a) & set(b)"
     assert not {"code", "text", "test_list", "test_imports", "test_setup_code"} & set(rows.column_names)
-    assert reward(completions=[row["worked_solution"], "shared = print"], tests=[row["tests"]] * 2) == [1.0, 0.0]
+    assert row["entry_point"] == "shared"
+    given = {"tests": [row["tests"]] * 2, "entry_point": ["shared"] * 2}
+    assert reward(completions=[row["worked_solution"], "shared = print"], **given) == [1.0, 0.0]
     both = load_mbpp(tmp_path / "any.jsonl", template="none", shown_tests=3)[0]["question"]
     assert "these tests" in both
     assert MBPP["test_list"][1] in both
+
+
+def test_a_function_that_is_named_as_one_of_pythons_is_the_programs(tmp_path: Path, reward: CodeReward) -> None:
+    """MBPP has a few, e.g. ``assert sum(10, 15) == 6``."""
+    made = {**MBPP, "code": "def sum(a, b):\n    return a - b", "test_list": ["assert sum(15, 9) == 6"]}
+    row = load_mbpp(write(tmp_path / "any.jsonl", made))[0]
+    given = {"tests": [row["tests"]] * 2, "entry_point": [row["entry_point"]] * 2}
+    assert reward(completions=[row["solution"], "x = 1"], **given) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._counted = batch_end
         if not again:
             self._told(bad, settings)
-        trl_bridge.leave_out_step(
-            self.trainer.optimizer
-        )  # last: after an error no step of a later training is left out
+        # last: after an error no step of a later training is left out
+        trl_bridge.leave_out_step(self.trainer.optimizer)
         self._left_out = True
 
     def _told(self, bad: list[str], settings: GuardSettings) -> None:
