@@ -144,7 +144,10 @@ def read_marker(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); remove it, or choose another `--output_dir`") from error
+        raise ValueError(
+            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another `--output_dir` "
+            "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
+        ) from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
     return found

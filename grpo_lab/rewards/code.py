@@ -36,7 +36,7 @@ class CodeReward:
         memory_bytes: address space of the program.
         workers: completions judged at once; None: one a core, shared among the ranks of this machine.
         walls: what must stand between the program and this machine (``grpo_lab.verifiers.code.walls``); None: all that the machine gives,
-            said in the log at first use.
+            said in the log when a training starts, else at first use.
 
     ``counts`` tallies ``passed``, ``failed``, ``limit`` and ``unusable`` since construction.
     """
@@ -125,6 +125,15 @@ class CodeReward:
     def in_force(self) -> list[str]:
         """The walls between a program and this machine, as tried out here (``grpo_lab.verifiers.code.walls``)."""
         return self._judge.walls
+
+    def warm_up(self) -> None:
+        """Tries the walls, says which stand, and starts the worker's imports. `LabTrainer` calls it before it loads a model.
+
+        Raises:
+            ValueError: too few walls stand here, or not those that were asked for.
+        """
+        self._say_what_is_in_force()
+        self._judge.pool.warm_up()
 
     def _say_what_is_in_force(self) -> None:
         if not self._said:

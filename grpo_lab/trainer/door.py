@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from grpo_lab.rewards import AccuracyReward
+from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.prompts.sampler import with_row_numbers
@@ -78,8 +78,11 @@ def given(
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
-    """Lets the accuracy reward's worker import sympy while the model loads, if the first golds say that it will be needed."""
+    """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will be needed; the code
+    reward says which walls stand here. ValueError where they are too few."""
     for reward in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
+        if isinstance(reward, CodeReward):
+            reward.warm_up()
         if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:
             reward.warm_up(rows[:_FIRST_ROWS]["solution"])
 

@@ -20,6 +20,7 @@ from grpo_lab.data import coding_tasks
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.code_tests import read_tests
 from grpo_lab.rewards.program_text import program_text
+from grpo_lab.trainer.door import warm_up
 
 ADD = "def add(a, b):\n    return a + b"
 
@@ -397,6 +398,17 @@ def test_a_verdict_is_not_late() -> None:
     assert hurried.judge(["import time\ntime.sleep(60)"], ["assert x == 1"])[0].end == "limit"
     assert time.monotonic() - start < 0.5 + 1.0
     hurried.close()
+
+
+def test_a_trainer_is_told_of_the_walls_before_it_loads_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    made, lacking = CodeReward(workers=1), CodeReward(walls=["moat"])
+    with caplog.at_level("INFO", logger="grpo_lab"):
+        warm_up([made, len], None)
+    assert "runs model-written programs behind" in caplog.text
+    assert made._judge.pool.nursery_pid is not None
+    with pytest.raises(ValueError, match="moat"):
+        warm_up(lacking, None)
+    made.close()
 
 
 def test_bad_calls_and_settings() -> None:
