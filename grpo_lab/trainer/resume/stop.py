@@ -7,10 +7,11 @@
     a stop file             always: ``stop_file``, else ``STOP`` in ``output_dir``           it returns; the file is removed
     ``max_hours``             where it is set: hours of this process, from its start       it returns
 
-A stop file that is older than the process is of an earlier run: a training that begins at its first step removes it. Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
+Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
 its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is written, at its end. An evaluation that is
-due at that step is the resumed run's (``due_evaluation``). With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a
-run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step.
+due at that step is the resumed run's (``due_evaluation``). With several ranks one that was asked is enough. A second Ctrl-C ends at once, without
+a checkpoint; so does, in a run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step. A stop file
+that is older than the process is of an earlier run: a training that begins at its first step removes it.
 
 HF's own answer to SIGTERM (transformers 5.17) comes three seconds later, inside whichever of its events is next: before the
 optimizer's step, where a resume has other completions, or before that step is logged. Ours takes its place.
