@@ -106,6 +106,7 @@ def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     return submit
 
 
+@pytest.mark.slow
 def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     status, printed, commands = sbatch(RECIPE, "--max_steps", "5")
     assert status == 0, printed
@@ -124,6 +125,7 @@ def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -
     assert "to whoever has its token" in printed
 
 
+@pytest.mark.slow
 def test_both_sides_have_the_token_and_nobody_reads_it(
     sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_both_sides_have_the_token_and_nobody_reads_it(
 
 
 @pytest.mark.parametrize("words", [["--model.path", "org/other"], ["--model.path=x", "--model.path=org/other"]])
+@pytest.mark.slow
 def test_the_server_has_the_model_of_the_command_line(
     words: list[str], sbatch: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -149,6 +152,7 @@ def test_the_server_has_the_model_of_the_command_line(
     assert "--model org/other --host" in commands
 
 
+@pytest.mark.slow
 def test_a_task_has_the_cpus_of_its_node(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     """srun gives one core where nothing is said."""
     for given, expected in (({"SLURM_CPUS_ON_NODE": "96"}, 96), ({"SLURM_CPUS_PER_TASK": "32"}, 32)):
@@ -158,6 +162,7 @@ def test_a_task_has_the_cpus_of_its_node(sbatch: Callable[..., tuple[int, str, s
         assert all(f"--cpus-per-task={expected} " in line for line in started)
 
 
+@pytest.mark.slow
 def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     words = (RECIPE, "--overwrite", "--max_steps", "5")
     assert "--resume" not in sbatch(*words)[2]
@@ -167,6 +172,7 @@ def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]
         assert launch.endswith("--enable_jit_checkpoint true --resume --max_steps 5")
 
 
+@pytest.mark.slow
 def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
     sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -181,12 +187,14 @@ def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
     assert commands.splitlines()[-1] == "scontrol requeue 17"
 
 
+@pytest.mark.slow
 def test_a_failure_without_a_signal_is_not_queued_again(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     status, _, commands = sbatch(RECIPE, FAIL="3", SLURM_JOB_ID="17")
     assert status == 3
     assert "requeue" not in commands
 
 
+@pytest.mark.slow
 def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     status, printed, commands = sbatch(RECIPE, ROLLOUT_NODES="0")
     assert status == 0, printed
@@ -195,6 +203,7 @@ def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, st
     assert "--use_vllm true --vllm_mode colocate" in commands
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
     sbatch: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -212,6 +221,7 @@ def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
         ((RECIPE,), 3, {"ROLLOUT_NODES": "2"}, "must be 1"),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_are_named(
     words: tuple[str, ...], nodes: int, more: dict[str, str], message: str, sbatch: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -221,6 +231,7 @@ def test_mistakes_are_named(
     assert "accelerate" not in commands
 
 
+@pytest.mark.slow
 def test_the_model_is_read_from_the_recipe(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     status, printed, commands = sbatch(RECIPE, MODEL="")
     assert status == 0, printed
@@ -242,6 +253,7 @@ def test_the_script_parses_and_uses_no_unset_variable() -> None:
         assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.slow
 def test_every_option_of_the_server_is_known(sbatch: Callable[..., tuple[int, str, str]]) -> None:
     """``grpo-lab serve`` takes what the script gives it."""
     from grpo_lab.cli import _parser

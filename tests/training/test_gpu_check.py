@@ -106,6 +106,7 @@ def test_what_breaks_or_does_not_fit_says_so(runner: ModuleType, tmp_path: Path)
     assert len(said) == 6
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_an_answer_or_too_late(runner: ModuleType, tmp_path: Path) -> None:
     """A section of its own process that the script does not know: the script refuses, and its words are in the report."""
     section = runner.Section("no such section", lambda _: [], 1, 1, apart=True)

@@ -171,6 +171,7 @@ def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path
     assert shares(trainer, "advantage") == [0, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_step, "MOST_STEPS", 1)
     monkeypatch.setattr(bad_step, "MOST_ROWS", 3)
@@ -229,6 +230,7 @@ def test_settings_that_are_refused(guard: Any, parts: tuple[str, ...], tmp_path:
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
+@pytest.mark.slow
 def test_without_a_guard_nan_goes_into_the_weights(tiny_folder: Path, tmp_path: Path) -> None:
     """What it is there for; and the plant does what it says."""
     plant = Plant({1: "gradient"})

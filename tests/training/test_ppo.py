@@ -150,6 +150,7 @@ def falling() -> Any:
     return falling_reward
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_critic_a_kl_a_completion_and_its_controller(tiny_folder: Path, tmp_path: Path) -> None:
     """The critic of the best checkpoint comes with its policy; a KL charged a completion stands in the curves; in the warm-up β stays."""
     kl = {"estimator": "k1", "placement": "reward", "per": "sequence", "coefficient": 0.5, "target": 0.1}
@@ -193,6 +194,7 @@ class Watched(PPOTrainer):
         return values
 
 
+@pytest.mark.slow
 def test_a_reward_model_with_a_tokenizer_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     """Texts are decoded and encoded again, as ``reward_processing_classes`` says: TRL's, with nothing of ours."""
     words = AutoTokenizer.from_pretrained(tiny_folder)
@@ -231,6 +233,7 @@ def test_what_would_not_train_the_critic_is_refused(tiny_folder: Path, tmp_path:
         small(tiny_folder, tmp_path, value={"model": str(other)})
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_takes_the_policy_and_not_its_critic(tiny_folder: Path, tmp_path: Path) -> None:
     kl = {"estimator": "k1", "placement": "reward", "coefficient": 0.1, "per": "sequence"}
     trainer = small(tiny_folder, tmp_path / "out", kl=kl, reference_every=2)

@@ -66,6 +66,7 @@ LOOSE = {
 }
 
 
+@pytest.mark.slow
 def test_a_held_guard_and_a_loose_one_are_told_apart_and_run_once(checkout: Path) -> None:
     done = harness(checkout, HELD, LOOSE)
     assert done.returncode == 1

@@ -94,6 +94,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("run", "recipe"), ALL)
+@pytest.mark.slow
 def test_every_pipeline_asks(
     run: Callable[[Any], Any], recipe: Callable[[Path], Any], tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
