@@ -6,6 +6,9 @@ Signals to the trainer and to all are harmless ones (SIGUSR1, SIGWINCH) that the
 
 from __future__ import annotations
 
+TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
+"""No program here passes them."""
+
 _YES = """
 class Yes{base}:
     def __eq__(self, other): return True
@@ -93,7 +96,7 @@ GREEDY = {
     "ignores every signal": "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: pass",
     "recurses without end": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef add(a, b): return add(a, b)",
     "a memory bomb": "def add(a, b):\n    x = bytearray(1 << 38)\n    return 0",
-    "a growing list": "def add(a, b):\n    x = [b'']\n    while True: x.append(bytes(1 << 24))",
+    "a growing list": "def add(a, b):\n    x = [b'']\n    while True: x.append(b'x' * (1 << 24))",
     "shared memory past the limit": "import os, mmap\ndef add(a, b):\n    fs = []\n    while True:\n        f = os.memfd_create('x'); os.write(f, bytes(1 << 24)); fs.append(f)",
     "a result of 100 MB": "def add(a, b): return 'x' * (100 << 20)",
     "a result without end": "def add(a, b):\n    while True: yield 1",

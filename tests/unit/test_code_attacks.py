@@ -7,9 +7,9 @@ behind what it gives; attacks whose only wall is missing are left out, and the t
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from code_attacks import FORGED, GREEDY, HARMFUL
+from code_attacks import FORGED, GREEDY, HARMFUL, TESTS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.verifiers.code import folder as folders
 
-TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 2.0
 """For the start of processes on a busy machine, beside the limit."""
@@ -48,12 +48,18 @@ def in_force() -> list[str]:
 
 
 @pytest.fixture(params=WALLS)
-def reward(request: pytest.FixtureRequest, in_force: list[str]) -> Iterator[CodeReward]:
+def settings(request: pytest.FixtureRequest, in_force: list[str]) -> dict[str, Any]:
     walls = WALLS[request.param]
     missing = [wall for wall in walls or () if wall not in in_force]
     if missing:
         pytest.skip(f"this machine gives no {missing}")
-    made = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, memory_bytes=MEMORY, workers=WORKERS, walls=walls)
+    limits = {"timeout_s": CPU_S, "wall_s": WALL_S, "memory_bytes": MEMORY, "workers": WORKERS}
+    return {**limits, "walls": walls}
+
+
+@pytest.fixture
+def reward(settings: dict[str, Any]) -> Iterator[CodeReward]:
+    made = CodeReward(**settings)
     yield made
     made.close()
 
@@ -95,13 +101,6 @@ def nothing_paid(found: dict[str, float | None]) -> None:
     assert {name: score for name, score in found.items() if score != 0.0} == {}
 
 
-def peak_memory() -> int:
-    """Most bytes that this process or one of its children has held. Earlier tests' children count, and a fork begins at its parent's peak."""
-    return 1024 * (
-        1 + max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
-
-
 @pytest.mark.slow
 def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left: None) -> None:
     nothing_paid(scores(reward, FORGED))
@@ -110,13 +109,15 @@ def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left
 
 
 @pytest.mark.slow
-def test_nothing_is_taken_beyond_the_limits(reward: CodeReward, no_process_left: None) -> None:
-    before, peak, start = set(os.listdir("/tmp")), peak_memory(), time.monotonic()
-    nothing_paid(scores(reward, GREEDY))
+def test_nothing_is_taken_beyond_the_limits(settings: dict[str, Any], no_process_left: None) -> None:
+    """In a process of its own (see there), so that the peak is that of these programs and of nothing before them."""
+    before, script = set(os.listdir("/tmp")), Path(__file__).with_name("code_greedy.py")
+    done = subprocess.run([sys.executable, script, json.dumps(settings)], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    nothing_paid(found["scores"])
     rounds = math.ceil(len(GREEDY) / WORKERS)  # most of them wait, so that more than there are cores can go on at once
-    assert time.monotonic() - start < rounds * (WALL_S + ON_ITS_WAY_S)
-    reward.close()
-    assert peak_memory() < max(peak, MEMORY + (1 << 30))
+    assert found["seconds"] < rounds * (WALL_S + ON_ITS_WAY_S)
+    assert 100 << 20 < found["peak"] < MEMORY * 5 / 4  # "a result of 100 MB" is held, "a growing list" is ended
     assert {name for name in os.listdir("/tmp") if name.startswith("grpo_lab_code_")} <= before
 
 
