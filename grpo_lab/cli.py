@@ -192,7 +192,8 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
         with quiet(known.verbose):
             train(recipe, overwrite=known.overwrite, resume=known.resume)
     except Interrupted as stop:
-        print(f"grpo-lab: {stop}", file=sys.stderr)
+        if int(os.environ.get("RANK", "0")) == 0:  # every process has it
+            print(f"grpo-lab: {stop}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CheckpointNotWritten as error:
         if known.traceback:

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 from rich.console import Console
-from transformers import TrainerCallback
 
 from grpo_lab.checkpoints import SAVING, newest_whole, step_of
 from grpo_lab.evaluation.files import write_text
@@ -174,18 +173,3 @@ def _is_before(line: str, step: int) -> bool:
         return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-class AtTheEnd(Exception):
-    """The checkpoint has all steps of the run: there is nothing to train."""
-
-
-class StopAtTheEnd(TrainerCallback):  # type: ignore[misc]
-    """Leaves a resumed training that is at its last step already; transformers would train one step more.
-
-    At ``on_train_begin`` the checkpoint is loaded and (FSDP, DeepSpeed) sharded, so the model can be saved as after training.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps > 0:
-            raise AtTheEnd

@@ -23,7 +23,7 @@ from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_
 from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, going_on
+from grpo_lab.pipelines.resume import going_on
 from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
@@ -186,8 +186,6 @@ def _reinforce(
     termination.ask(trainer)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except AtTheEnd:
-        console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
     except KeyboardInterrupt:
         _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
         raise
@@ -206,7 +204,7 @@ def _reinforce(
 
 def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials) -> Any:
     given = dict(materials.of_trainer)
-    own = [MetricsFile(recipe.output_dir / "metrics.jsonl"), StopAtTheEnd()]
+    own = [MetricsFile(recipe.output_dir / "metrics.jsonl")]
     return parts.trainer_class(recipe)(
         model=start,
         reward_funcs=materials.rewards or None,

@@ -221,6 +221,20 @@ def test_every_checkpoint_of_a_run(tmp_path: Path) -> None:
     assert_same(twice, whole)
 
 
+@pytest.mark.parametrize("sampler", [None, "prioritized"])
+def test_from_a_later_epoch_on(sampler: Any, tmp_path: Path) -> None:
+    """Two steps an epoch. TRL's own resume begins with the first epoch's order again."""
+    settings: dict[str, Any] = {**TWO_STEPS, "objective": "grpo", "rows": 4}
+    if sampler is not None:
+        settings["sampler"] = sampler
+    whole = build(tmp_path / "whole", **settings)
+    whole.train()
+    for step in (2, 3):  # an epoch's end, and inside the next one's generation batch
+        again = build(tmp_path / f"again-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert_same(again, whole)
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TWO_STEPS, "objective": "dapo"}
     saving = build(tmp_path / "a", **settings)

@@ -151,6 +151,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if self._is_asked(args):
             control.should_training_stop = control.should_save = True
             self._due.leave_out(control)
+            self._due.leave_out_the_epochs(args, state)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):
@@ -160,12 +161,19 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if self._is_asked(args):
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = self._saved != state.global_step
+            self._leave_out_the_epochs(args, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved = state.global_step
         if self._is_asked(args):
             control.should_training_stop = True
+            self._leave_out_the_epochs(args, state)
             self._kept(args, state)
+
+    def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
+        """Also beside a checkpoint of this step that is there already."""
+        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step:
+            self._due.save(f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def _kept(self, args: Any, state: Any) -> None:
         folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
