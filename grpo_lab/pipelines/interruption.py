@@ -22,9 +22,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Interrupted(Exception):
     """The run was asked to end, has what it needs to go on, and can be resumed."""
 
-    def __init__(self, name: str, step: int | None, folder: Path) -> None:
+    def __init__(self, name: str, step: int | None, folder: Path, again: str = "--resume") -> None:
         place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
-        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by --resume")
+        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {again}")
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:

@@ -14,10 +14,11 @@ import yaml
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.checkpoints import SAVING, newest_whole, step_of
+from grpo_lab.checkpoints import SAVING, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
+from grpo_lab.trainer.resume.checkpoint import newest_read
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
         ValueError: the run is beyond ``max_steps`` already.
     """
     state = PartialState()
-    newest, passed = newest_whole(folder)
+    newest, passed = newest_read(folder, state.is_local_main_process)
     state.wait_for_everyone()  # all have looked before one tidies up
     check_length(folder, newest, max_steps)
     if state.is_main_process:

@@ -172,7 +172,7 @@ def _reinforce(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
-    from grpo_lab.trainer.resume.checkpoint import save_final
+    from grpo_lab.trainer.resume.checkpoint import WasRead, save_final
 
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
@@ -185,7 +185,7 @@ def _reinforce(
         write_run(folder, record)
     termination.ask(trainer)
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
     except KeyboardInterrupt:
         _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
         raise
