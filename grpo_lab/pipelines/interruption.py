@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,25 @@ def heed_stop_file(config: Any, folder: Path) -> None:
         if main:
             remove(file)
         raise Interrupted(f"{STOP_FILE} ({file} was there before this start, and is removed now)", None, folder)
+
+
+@contextlib.contextmanager
+def as_ctrl_c() -> Iterator[list[str]]:
+    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that came."""
+    came: list[str] = []
+
+    def heard(number: int, _frame: Any) -> None:
+        came.append(signal.Signals(number).name)
+        if len(came) == 1:  # a scheduler may say it twice
+            raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, heard) for number in SIGNALS} if here else {}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Termination:

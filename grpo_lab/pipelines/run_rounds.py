@@ -29,10 +29,10 @@ from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.pipelines.run_folder import read_marker, write_run
-from grpo_lab.pipelines.stop_requests import StopRequests
+from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests
 
 PIPELINE = "rounds"
-MAY_CHANGE = ("name", "output_dir", "keep_models", "max_hours", "stop_file")
+MAY_CHANGE = ("name", "output_dir", "keep_models", *STOP_SETTINGS)
 """Settings that no finished part depends on; beside them `rounds.count`, which may grow."""
 
 console = Console()

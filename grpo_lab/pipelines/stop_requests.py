@@ -33,6 +33,8 @@ from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStoppe
 log = logging.getLogger("grpo_lab")
 
 AGAIN = "the same command"
+STOP_SETTINGS = ("max_hours", "stop_file")
+"""Of a recipe; nothing that is made follows from them."""
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -165,4 +167,4 @@ def identity_of(rows: Any, made_from: Any) -> str:
     return hashlib.sha256(json.dumps([rows, made_from], sort_keys=True, default=str).encode()).hexdigest()
 
 
-__all__ = ["AGAIN", "StopRequests", "identity_of"]
+__all__ = ["AGAIN", "STOP_SETTINGS", "StopRequests", "identity_of"]

@@ -235,7 +235,7 @@ def _before(
     target = folder / "evaluation" / "before"
     if resume and (target / "summary.json").is_file() and recipe.evaluation is not None and recipe.evaluation.before:
         found = read_run(folder).before
-        if found is not None:
+        if found is not None and found.stopped is None:  # Ctrl-C leaves a part of one
             console.print("evaluation before reinforcement: as it was made", highlight=False)
             return found
     return _evaluate(recipe, start, target, seconds, "before")

@@ -85,7 +85,7 @@ def test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_ch
     ]  # fmt: skip
     whole = files(tmp_path / "whole" / "out")
     for broken in ("killed", "stopped"):
-        other = {name: content for name, content in files(tmp_path / broken / "out").items()}
+        other = files(tmp_path / broken / "out")
         assert sorted(whole) == sorted(other)
         assert [name for name in whole if whole[name] != other[name]] == []
     assert "at step 2, with a checkpoint; out can be gone on with by the same command" in done.stderr
