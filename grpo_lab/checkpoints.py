@@ -12,6 +12,7 @@ import json
 import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,23 @@ def _broken_pickle(file: Path) -> str | None:
 
 
 def mark_of(folder: Path, step: int, checksums: bool = True) -> dict[str, Any]:
-    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. It reads every file once."""
+    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list.
+
+    For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MARK, *DELETABLE))
     names = [path.relative_to(folder).as_posix() for path in files]
     found = {"step": step, "files": {name: path.stat().st_size for name, path in zip(names, files, strict=True)}}
-    return {**found, "sha256": checksums_of(folder, _no_texts(names))} if checksums else found
+    if not checksums:
+        return found
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        beside.submit(lambda: [_towards_disk(path) for path in files])
+        return {**found, "sha256": checksums_of(folder, _no_texts(names))}
+
+
+def _towards_disk(file: Path) -> None:
+    with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
+        os.fsync(opened.fileno())
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:

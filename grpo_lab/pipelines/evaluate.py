@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, as_ctrl_c
-from grpo_lab.pipelines.kept import Kept
+from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
 from grpo_lab.pipelines.parts import MADE, READ

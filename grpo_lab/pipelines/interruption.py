@@ -29,6 +29,14 @@ class Interrupted(Exception):
         super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {again}")
 
 
+class Kept(KeyboardInterrupt):
+    """Ctrl-C in a command that knows itself what it kept."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
 def heed_stop_file(config: Any, folder: Path) -> None:
     """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no step is made.
 

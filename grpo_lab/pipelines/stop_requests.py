@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 
-from grpo_lab.pipelines.interruption import SIGNALS, Interrupted
-from grpo_lab.pipelines.kept import Kept
+from grpo_lab.pipelines.interruption import SIGNALS, Interrupted, Kept
 from grpo_lab.trainer.resume.stop import CTRL_C, MAX_HOURS, STOP_FILE, hours_of_this_process, remove
 from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
 

@@ -251,7 +251,6 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     assert (samples.parent / "curated.jsonl").read_bytes() == (whole / "curated.jsonl").read_bytes()
 
 
-@pytest.mark.slow
 def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

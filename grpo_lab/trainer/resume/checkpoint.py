@@ -223,6 +223,10 @@ def _best_of_before(trainer: Any, run: str) -> None:
         state.best_model_checkpoint = place
 
 
+def _mark(trainer: Any, partial: Path) -> dict[str, Any]:
+    return mark_of(partial, trainer.state.global_step, checksums=trainer.args.save_checksums)
+
+
 def _settle(trainer: Any, partial: Path, place: Path) -> None:
     """The main process moves the folder to its name."""
     if not trainer.accelerator.is_main_process:
@@ -231,7 +235,7 @@ def _settle(trainer: Any, partial: Path, place: Path) -> None:
         trainer.state.best_global_step == trainer.state.global_step
     ):  # of this very step: written with the folder that it was in
         trainer.state.save_to_json(str(partial / "trainer_state.json"))
-    write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+    write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
     move_whole(partial, place)
     shutil.rmtree(partial.parent, ignore_errors=True)
 
@@ -240,7 +244,7 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
     """On a node with a disk of its own: its files (random numbers, shards) are still where they were written."""
     if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process and partial.is_dir():
         with contextlib.suppress(FileNotFoundError):  # one file system after all, whose client has not looked again
-            write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+            write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
             move_whole(partial, place)
             shutil.rmtree(partial.parent, ignore_errors=True)
 
