@@ -116,13 +116,14 @@ def mark_of(folder: Path, step: int, checksums: bool = True) -> dict[str, Any]:
     if not checksums:
         return found
     with ThreadPoolExecutor(max_workers=1) as beside:
-        beside.submit(lambda: [_towards_disk(path) for path in files])
+        beside.submit(_towards_disk, files)
         return {**found, "sha256": checksums_of(folder, _no_texts(names))}
 
 
-def _towards_disk(file: Path) -> None:
-    with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
-        os.fsync(opened.fileno())
+def _towards_disk(files: list[Path]) -> None:
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
+            os.fsync(opened.fileno())
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:

@@ -23,10 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_lab.pipelines.interruption import SIGNALS, Interrupted, Kept
-from grpo_lab.trainer.resume.stop import CTRL_C, MAX_HOURS, STOP_FILE, hours_of_this_process, remove
+from grpo_lab.trainer.resume.stop import CTRL_C, MAX_HOURS, STOP_FILE, hours_of_this_process, remove, started
 from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
 
 log = logging.getLogger("grpo_lab")
@@ -78,7 +76,7 @@ class StopRequests:
             remove(self.file)
             said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
             raise Interrupted(said, None, self.folder, AGAIN)
-        if self.file.stat().st_mtime < psutil.Process().create_time():
+        if self.file.stat().st_mtime < started():
             log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
             remove(self.file)
 
