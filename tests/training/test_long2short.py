@@ -104,6 +104,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
 def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """Three steps an epoch: stopped inside a logging window, at an epoch's end; at the last step it is not answered."""
