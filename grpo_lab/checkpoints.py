@@ -2,13 +2,17 @@
 
 A checkpoint is written into ``_saving/`` and moved to its name when it is whole, with a list of its files (``MARK``), so a folder
 ``checkpoint-N`` of ours is whole. Those of stock TRL, of earlier versions, and whatever a file system or a hand has cut since, are looked
-at: heads and ends of their files, not the weights.
+at: heads and ends of their files. Before one is resumed from, all of it is read against the checksums of the list (``damaged``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,15 @@ SAVING = "_saving"
 """Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
 
 MARK = "grpo_lab_checkpoint.json"
-"""Written last: the step, and every file with its bytes."""
+"""Written last: the step, and every file with its bytes and its checksum."""
 
-DELETABLE = ("grpo_lab_generation.json", "grpo_lab_guard.json", "grpo_lab_kl.json", "grpo_lab_evaluation_due.json")
+OPEN_BATCH = "grpo_lab_generation.json"
+
+DELETABLE = (OPEN_BATCH, "grpo_lab_guard.json", "grpo_lab_kl.json", "grpo_lab_evaluation_due.json")
 """May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
+
+PIECE = 64 * 2**20
+"""Bytes of a file that one thread reads for its checksum."""
 
 SMALL = 16 * 2**20
 """Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is larger."""
@@ -34,12 +43,12 @@ def step_of(checkpoint: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and why each newer one was passed over."""
+def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its checksums, too."""
     passed: list[str] = []
     found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
     for checkpoint in sorted(found, key=step_of, reverse=True):
-        broken = what_is_broken(checkpoint)
+        broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
         if broken is None:
             return checkpoint, passed
         passed.append(f"{checkpoint.name} ({broken})")
@@ -96,20 +105,84 @@ def _broken_pickle(file: Path) -> str | None:
     return None if bad is None else f"{file.name} is damaged: {bad} has another checksum"
 
 
-def mark_of(folder: Path, step: int) -> dict[str, Any]:
-    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list."""
+def mark_of(folder: Path, step: int, checksums: bool = True) -> dict[str, Any]:
+    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list.
+
+    For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MARK, *DELETABLE))
-    return {"step": step, "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}}
+    names = [path.relative_to(folder).as_posix() for path in files]
+    found = {"step": step, "files": {name: path.stat().st_size for name, path in zip(names, files, strict=True)}}
+    if not checksums:
+        return found
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        beside.submit(_towards_disk, files)
+        return {**found, "sha256": checksums_of(folder, _no_texts(names))}
+
+
+def _towards_disk(files: list[Path]) -> None:
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
+            os.fsync(opened.fileno())
+
+
+def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
+    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib`` lets them)."""
+    pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
+    found = {name: hashlib.sha256() for name in names}
+    with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as threads:
+        for (file, _), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
+            found[file.relative_to(folder).as_posix()].update(digest)
+    return {name: one.hexdigest() for name, one in found.items()}
+
+
+def _digest(piece: tuple[Path, int]) -> bytes:
+    found, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with piece[0].open("rb", buffering=0) as file:
+        file.seek(piece[1])
+        left = PIECE
+        while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
+            found.update(buffer[:got])
+            left -= got
+    return found.digest()
+
+
+def _no_texts(names: list[str]) -> list[str]:
+    """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against its checksum."""
+    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md", ".model"))]
+
+
+def damaged(checkpoint: Path) -> str | None:
+    """What in a checkpoint is not what was written: each listed file is read; None where all are, or none was listed."""
+    listed = _mark(checkpoint)
+    if not isinstance(listed, dict):
+        return listed
+    wanted: dict[str, str] = listed.get("sha256") or {}
+    batch = (checkpoint / OPEN_BATCH).is_file()  # deleted by hand: its rows are not read
+    here = [n for n in wanted if (checkpoint / n).is_file() and (batch or not n.startswith("grpo_lab_generation_"))]
+    found = checksums_of(checkpoint, here)
+    other = next((name for name in here if found[name] != wanted[name]), None)
+    return None if other is None else f"{other} is damaged: its content is not what was written (another checksum)"
+
+
+def _mark(checkpoint: Path) -> dict[str, Any] | str | None:
+    """What ``MARK`` says; None without one, words where it cannot be read."""
+    try:
+        found = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))
+        found["files"].items()
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MARK} is damaged: {error}"
+    return dict(found)
 
 
 def _against_mark(checkpoint: Path) -> str | None:
     """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``)."""
-    try:
-        listed = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{MARK} is damaged: {error}"
+    mark = _mark(checkpoint)
+    if not isinstance(mark, dict):
+        return mark
+    listed: dict[str, int] = mark["files"]
     for name, size in listed.items():
         file = checkpoint / name
         if not file.is_file():
@@ -119,4 +192,14 @@ def _against_mark(checkpoint: Path) -> str | None:
     return None
 
 
-__all__ = ["MARK", "SAVING", "broken_weights", "mark_of", "newest_whole", "step_of", "what_is_broken"]
+__all__ = [
+    "MARK",
+    "SAVING",
+    "broken_weights",
+    "checksums_of",
+    "damaged",
+    "mark_of",
+    "newest_whole",
+    "step_of",
+    "what_is_broken",
+]

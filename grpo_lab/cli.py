@@ -7,9 +7,9 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
 
@@ -28,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3, steps that could not be
     taken because of NaN (``guard.max_bad_steps``) 4.
 
-    A training that was asked to stop (SIGTERM, the stop file, ``max_hours``) and ended with a checkpoint: 75, Ctrl-C: 130; a
+    A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
     checkpoint, or any file on a full disk, that could not be written: 74.
     """
     working_folder_on_path()
@@ -183,16 +183,23 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
         dry_run(recipe)
         return 0
+    from grpo_lab.pipelines.train import train
+
+    return _to_its_end(known, lambda: train(recipe, overwrite=known.overwrite, resume=known.resume))
+
+
+def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
+    """``run``, and the exit code where it was asked to stop, or could not keep what it had."""
     from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
-    from grpo_lab.pipelines.train import train
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     try:
         with quiet(known.verbose):
-            train(recipe, overwrite=known.overwrite, resume=known.resume)
+            run()
     except Interrupted as stop:
-        print(f"grpo-lab: {stop}", file=sys.stderr)
+        if int(os.environ.get("RANK", "0")) == 0:  # every process has it
+            print(f"grpo-lab: {stop}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CheckpointNotWritten as error:
         if known.traceback:
@@ -212,12 +219,9 @@ def _curate(known: argparse.Namespace, rest: list[str]) -> int:
 
         show(recipe.name, plan_of_curation(recipe, known.overwrite))
         return 0
-    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.curate import curate
 
-    with quiet(known.verbose):
-        curate(recipe, overwrite=known.overwrite)
-    return 0
+    return _to_its_end(known, lambda: curate(recipe, overwrite=known.overwrite))
 
 
 def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
@@ -230,12 +234,9 @@ def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
 
         show(recipe.name, plan_of_long2short(recipe, known.overwrite))
         return 0
-    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.long2short import long2short
 
-    with quiet(known.verbose):
-        long2short(recipe, overwrite=known.overwrite)
-    return 0
+    return _to_its_end(known, lambda: long2short(recipe, overwrite=known.overwrite))
 
 
 def _rounds(known: argparse.Namespace, rest: list[str]) -> int:
@@ -249,12 +250,9 @@ def _rounds(known: argparse.Namespace, rest: list[str]) -> int:
 
         show(recipe.name, plan_of_rounds(recipe, known.overwrite))
         return 0
-    from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.run_rounds import run_rounds
 
-    with quiet(known.verbose):
-        run_rounds(recipe, overwrite=known.overwrite)
-    return 0
+    return _to_its_end(known, lambda: run_rounds(recipe, overwrite=known.overwrite))
 
 
 def _serve(known: argparse.Namespace, _: list[str]) -> int:

@@ -60,6 +60,7 @@ Positive = Annotated[int, Field(ge=1), _READ, must_be("a whole number of at leas
 Number = Annotated[int | float, _READ, must_be("a number")]
 Float = Annotated[float, _READ, must_be("a number")]
 Temperature = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a finite number above 0")]
+Hours = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of hours above 0")]
 Seconds = Annotated[int | float, Field(gt=0), _READ, must_be("a number of seconds > 0")]
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)

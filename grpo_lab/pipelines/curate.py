@@ -26,6 +26,7 @@ from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.one_writer import OneWriter, is_empty
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sample_counts import refuse_other_count
+from grpo_lab.pipelines.stop_requests import StopRequests
 
 MARKER = "curation.json"
 
@@ -46,17 +47,23 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
 
     Raises:
         ValueError: a folder that is not a curation's, samples made with other settings, or a setting that does not fit.
+        Interrupted: asked to stop; what was sampled is kept, and the same call goes on.
     """
     check_folder(recipe)
-    with OneWriter(recipe.output_dir).take():
-        return _curated(recipe, overwrite)
+    new = overwrite or not (recipe.output_dir / MARKER).is_file()
+    with (
+        OneWriter(recipe.output_dir).take(),
+        StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file) as stop,
+    ):
+        stop.heed_waiting(new)
+        return _curated(recipe, overwrite, stop)
 
 
-def _curated(recipe: CurationRecipe, overwrite: bool) -> Curated:
+def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests) -> Curated:
     began = time.perf_counter()
     folder = claim(recipe, overwrite)
     check_counts(recipe)
-    run = Curation(recipe, folder)
+    run = Curation(recipe, folder, stop)
     run.by_text()
     if recipe.model is not None:
         run.by_model(recipe.model.path or "")

@@ -23,6 +23,7 @@ from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.pipelines.stop_requests import StopRequests
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
 SCORES = (
@@ -42,8 +43,8 @@ CUT_WARNING = 0.05
 class Curation:
     """The rows on their way through the filters. Each step sees all rows and asks the model about those that are left."""
 
-    def __init__(self, recipe: CurationRecipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
+    def __init__(self, recipe: CurationRecipe, folder: Path, stop: StopRequests | None = None) -> None:
+        self.recipe, self.folder, self.stop = recipe, folder, stop or StopRequests(folder)
         loaded = parts.load_rows(recipe.data)
         self.reward = parts.build_reward(recipe.reward, "reward")
         parts.check_golds(loaded, [self.reward])
@@ -93,9 +94,11 @@ class Curation:
     def by_model(self, path: str) -> None:
         sampler = self.sampler = ModelSampler(path, self.recipe.sampling)
         self._fit_into_context(sampler)
-        self._pass_rates(sampler)
+        with self.stop.held():
+            self._pass_rates(sampler)
         if self.recipe.filters.guessable is not None:
-            self._guesses(sampler)
+            with self.stop.held():
+                self._guesses(sampler)
 
     def _fit_into_context(self, sampler: ModelSampler) -> None:
         left, limit = self.selection.mask, sampler.context
@@ -117,7 +120,7 @@ class Curation:
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
         measured = pass_rates(
             [self.rows[i] for i in left],
-            sampler.written,
+            self.stop.before_each(sampler.written),
             self.reward,
             settings.n_samples,
             path=self.folder / "pass_rates.jsonl",
@@ -180,7 +183,7 @@ class Curation:
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
         rates = guess_rates(
             [self.rows[i] for i in left],
-            briefly,
+            self.stop.before_each(briefly),
             self.reward,
             rules.tries,
             path=self.folder / "guesses.jsonl",

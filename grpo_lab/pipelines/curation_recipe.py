@@ -16,7 +16,7 @@ from grpo_lab.curation.kinds import KINDS
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, with_name
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Count, Number, Positive, must_be, read, settings
+from grpo_lab.reading import NULL_IS_DEFAULT, Count, Hours, Number, Positive, must_be, read, settings
 
 
 def _listed(value: Any) -> Any:
@@ -102,7 +102,10 @@ class Filters:
 
 @settings(rest="sampling")
 class CurationRecipe:
-    """A whole curation. Without `model` only the filters that read text run, and no pass rate is measured."""
+    """A whole curation. Without `model` only the filters that read text run, and no pass rate is measured.
+
+    `max_hours` and `stop_file` ask it to stop, as in a recipe of `grpo-lab train` (docs/resume.md).
+    """
 
     name: str
     output_dir: Path
@@ -111,6 +114,8 @@ class CurationRecipe:
     model: ModelSection | None = None
     reward: RewardSection = STRICT_ACCURACY
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    max_hours: Hours | None = None
+    stop_file: str | None = None
 
     def __post_init__(self) -> None:
         if self.model is None and (self.filters.band or self.filters.guessable):

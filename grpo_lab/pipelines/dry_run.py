@@ -33,7 +33,7 @@ OF_THE_MACHINE: dict[str, Any] = {
 #: What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded.
 NOT_BUILT: dict[str, Any] = {
     "use_cpu": True, "use_vllm": False, "rollout": None, "push_to_hub": False, "report_to": "none", "model_init_kwargs": None,
-    "enable_jit_checkpoint": False, "max_hours": None, "stop_file": None,
+    "enable_jit_checkpoint": False, "max_hours": None, "stop_file": None, "save_checksums": True,
 }  # fmt: skip
 
 

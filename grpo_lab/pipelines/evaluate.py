@@ -7,12 +7,13 @@ how answers are judged, limits and seed. `--like RUN` takes all of it from a run
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.kept import Kept
+from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
 from grpo_lab.pipelines.parts import MADE, READ
@@ -96,7 +97,9 @@ def _add_generation(how: Any, given: Any) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, with what was answered kept."""
+    """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1, each with
+    what was answered kept.
+    """
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary
     from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
@@ -106,20 +109,23 @@ def run(known: argparse.Namespace) -> int:
     if note := _unlike_its_run(known, plan.section.data):
         print(f"note: {note}")
     stopped = False
-    try:
-        result = evaluate_saved_model(
-            known.model,
-            plan.section,
-            known.output,
-            use_cpu=False,
-            max_new_tokens=plan.max_new_tokens,
-            seed=plan.seed,
-            tokenizer=known.tokenizer,
-        )
-    except EvaluationStopped as stop:
-        result, stopped = stop.result, True
-        if not result.outcomes:
-            raise
+    with as_ctrl_c() as asked:
+        try:
+            result = evaluate_saved_model(
+                known.model,
+                plan.section,
+                known.output,
+                use_cpu=False,
+                max_new_tokens=plan.max_new_tokens,
+                seed=plan.seed,
+                tokenizer=known.tokenizer,
+            )
+        except EvaluationStopped as stop:
+            result, stopped = stop.result, True
+            if not result.outcomes:
+                return _ended(asked, Kept("nothing"))
+        except KeyboardInterrupt as stop:
+            return _ended(asked, stop)
     terminal_summary(None, result, title=title(known.model, plan))
     if known.output is not None:
         print(f"outcomes: {known.output}")
@@ -127,8 +133,17 @@ def run(known: argparse.Namespace) -> int:
         where = (
             f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
         )
-        raise Kept(f"the {len(result.outcomes):,} answers that were there: {where}")
+        return _ended(asked, Kept(f"the {len(result.outcomes):,} answers that were there: {where}"))
     return 0
+
+
+def _ended(asked: list[str], stop: KeyboardInterrupt) -> int:
+    """The exit code of an evaluation that a signal ended; Ctrl-C is the command line's."""
+    if not asked:
+        raise stop
+    kept = stop.what if isinstance(stop, Kept) else "nothing"
+    print(f"grpo-lab: {asked[0]}: stopped; kept: {kept}", file=sys.stderr, flush=True)
+    return EXIT_INTERRUPTED
 
 
 def plan_of(known: argparse.Namespace) -> Plan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Interrupted(Exception):
     """The run was asked to end, has what it needs to go on, and can be resumed."""
 
-    def __init__(self, name: str, step: int | None, folder: Path) -> None:
+    def __init__(self, name: str, step: int | None, folder: Path, again: str = "--resume") -> None:
         place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
-        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by --resume")
+        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {again}")
+
+
+class Kept(KeyboardInterrupt):
+    """Ctrl-C in a command that knows itself what it kept."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:
@@ -40,6 +50,25 @@ def heed_stop_file(config: Any, folder: Path) -> None:
         if main:
             remove(file)
         raise Interrupted(f"{STOP_FILE} ({file} was there before this start, and is removed now)", None, folder)
+
+
+@contextlib.contextmanager
+def as_ctrl_c() -> Iterator[list[str]]:
+    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that came."""
+    came: list[str] = []
+
+    def heard(number: int, _frame: Any) -> None:
+        came.append(signal.Signals(number).name)
+        if len(came) == 1:  # a scheduler may say it twice
+            raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, heard) for number in SIGNALS} if here else {}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Termination:

@@ -6,17 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.pipelines.interruption import Kept
 from grpo_lab.pipelines.sample_counts import problems_in
 
 NOTHING = "nothing"
-
-
-class Kept(KeyboardInterrupt):
-    """Ctrl-C in a command that knows itself what it kept."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
 
 
 def kept(known: argparse.Namespace, words: list[str], stop: BaseException) -> str:

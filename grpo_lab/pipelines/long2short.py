@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,12 +28,14 @@ from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
+from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.one_writer import OneWriter, is_empty
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.run_folder import read_marker, write_run
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests, identity_of
 from grpo_lab.trainer.supervised.preference import check_training
 
 OWN_SAMPLES = "samples.jsonl"
@@ -57,6 +59,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
 
     Raises:
         ValueError: a finished run or something else in the folder, no rows to train on, or a setting that does not fit.
+        Interrupted: asked to stop; what is done is kept, and the same call goes on.
     """
     began = time.perf_counter()
     if recipe.method != "merge":
@@ -64,29 +67,62 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     else:
         check_mergeable(str(recipe.model.path), str(recipe.short_model))
     check_folder(recipe, overwrite)
-    with OneWriter(recipe.output_dir).take():
-        return _shortened(recipe, overwrite, began)
+    new = overwrite or not (recipe.output_dir / "run.json").is_file()
+    with (
+        OneWriter(recipe.output_dir).take(),
+        StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file) as stop,
+    ):
+        stop.heed_waiting(new)
+        return _shortened(recipe, overwrite, began, stop)
 
 
-def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float) -> Shortened:
-    folder, path = _claim(recipe, overwrite), str(recipe.model.path)
+def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float, stop: StopRequests) -> Shortened:
+    path, done = str(recipe.model.path), _done_before(recipe, overwrite)
+    folder = _claim(recipe, overwrite)
     parts.check_evaluation(recipe.evaluation)
     wanted = recipe.evaluation is not None and recipe.evaluation.before
-    before = _measure(recipe, path, folder / "evaluation" / "before") if wanted else None
-    if recipe.method == "merge":
-        rows: list[dict[str, Any]] = []
-        _merge(recipe, path, folder)
-    else:
-        rows = build_rows(recipe, _samples(recipe, path))
-        write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
-        _train(recipe, rows, folder)
+    before = (done["before"] or _measure(recipe, path, folder / "evaluation" / "before")) if wanted else None
+    count = done["trained"]
+    if count is None:
+        with stop.held():
+            count = _made(recipe, path, folder, stop)
+            write_run(folder, {**_summary(recipe, count), "trained": True, "finished": False})
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
-    write_run(folder, {**_summary(recipe, rows), "seconds": round(time.perf_counter() - began, 1), "finished": True})
+    write_run(folder, {**_summary(recipe, count), "seconds": round(time.perf_counter() - began, 1), "finished": True})
     for name, result in (("before", before), ("after", after)):
         if result is not None:
             console.print(f"{name}: {length_line(result)}", highlight=False)
     console.print(f"model: {folder}", soft_wrap=True, highlight=False)
-    return Shortened(folder, len(rows), before, after)
+    return Shortened(folder, count, before, after)
+
+
+def _made(recipe: Long2ShortRecipe, path: str, folder: Path, stop: StopRequests) -> int:
+    """The new model in ``folder``; the number of rows that it was trained on."""
+    if recipe.method == "merge":
+        _merge(recipe, path, folder)
+        return 0
+    rows = build_rows(recipe, _samples(recipe, path, stop))
+    write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
+    _train(recipe, rows, folder, stop)
+    return len(rows)
+
+
+def _done_before(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
+    """What an earlier run of this very recipe left whole: the first evaluation; the rows that its model was trained on."""
+    found = {} if overwrite else read_marker(recipe.output_dir / "run.json")
+    nothing: dict[str, Any] = {"before": None, "trained": None}
+    if found.get("fingerprint") != fingerprint(recipe):
+        return nothing
+    place = recipe.output_dir / "evaluation" / "before"
+    before = EvaluationResult.read(place) if (place / "summary.json").is_file() else None
+    whole = before is not None and before.stopped is None
+    return {"before": before if whole else None, "trained": found.get("rows") if found.get("trained") else None}
+
+
+def fingerprint(recipe: Long2ShortRecipe) -> str:
+    """Of all that the new model and its evaluations follow from; a local model by what its files hold."""
+    said = {name: value for name, value in asdict(recipe).items() if name not in ("name", "output_dir", *STOP_SETTINGS)}
+    return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
 
 
 def build_rows(recipe: Long2ShortRecipe, samples: list[Sampled]) -> list[dict[str, Any]]:
@@ -140,7 +176,10 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
         (folder / OWN_SAMPLES).unlink(missing_ok=True)
         if recipe.samples is not None and Path(recipe.samples).is_file():
             console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
-    write_run(folder, {**_summary(recipe, []), "finished": False})
+    found = {} if overwrite else read_marker(folder / "run.json")
+    trained = found.get("fingerprint") == fingerprint(recipe) and found.get("trained")
+    kept = {"rows": found["rows"], "trained": True} if trained else {}
+    write_run(folder, {**_summary(recipe, 0), **kept, "finished": False})
     return folder
 
 
@@ -149,7 +188,7 @@ def samples_file(recipe: Long2ShortRecipe) -> Path:
     return Path(recipe.samples or recipe.output_dir / OWN_SAMPLES)
 
 
-def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
+def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests) -> list[Sampled]:
     assert recipe.data is not None
     reward = parts.build_reward(recipe.reward, "reward")
     loaded = parts.load_rows(recipe.data)
@@ -160,7 +199,7 @@ def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
     problems = with_room([dict(row) for row in loaded], sampler)
     rates = pass_rates(
         problems,
-        sampler.written,
+        stop.before_each(sampler.written),
         reward,
         recipe.sampling.n_samples,
         path=file,
@@ -172,23 +211,27 @@ def _samples(recipe: Long2ShortRecipe, path: str) -> list[Sampled]:
     return sampled(problems, rates, sampler.tokens)
 
 
-def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path) -> None:
+def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path, stop: StopRequests) -> None:
+    """A training that was asked to stop is gone on with from `stopped/`."""
     from datasets import Dataset
 
+    stop.check()  # before a model is loaded
     model, tokenizer = parts.load_model(recipe.model, recipe.sampling.seed)
     columns = ("prompt", "completion") if recipe.method == "shortest_sft" else ("prompt", "chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     arguments = {"seed": recipe.sampling.seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
-    if recipe.method == "shortest_sft":
-        from grpo_lab.trainer.supervised.cold_start import supervised
+    with stop.training(folder / "stopped", identity_of(data.to_list(), fingerprint(recipe))) as training:
+        if recipe.method == "shortest_sft":
+            from grpo_lab.trainer.supervised.cold_start import supervised
 
-        supervised(model, tokenizer, data, folder, arguments)
-    else:
-        from grpo_lab.trainer.supervised.preference import prefer
+            supervised(model, tokenizer, data, folder, arguments, train=training)
+        else:
+            from grpo_lab.trainer.supervised.preference import prefer
 
-        method: Any = recipe.method
-        prefer(method, model, tokenizer, data, folder, arguments)
-    tokenizer.save_pretrained(folder)
+            method: Any = recipe.method
+            prefer(method, model, tokenizer, data, folder, arguments, train=training)
+        tokenizer.save_pretrained(folder)
+    training.done()
 
 
 def _merge(recipe: Long2ShortRecipe, path: str, folder: Path) -> None:
@@ -214,7 +257,7 @@ def _measure(recipe: Long2ShortRecipe, path: str, target: Path) -> EvaluationRes
     )
 
 
-def _summary(recipe: Long2ShortRecipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(recipe: Long2ShortRecipe, rows: int) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "pipeline": "long2short",
@@ -222,7 +265,8 @@ def _summary(recipe: Long2ShortRecipe, rows: list[dict[str, Any]]) -> dict[str, 
         "model": recipe.model.path,
         "short_model": recipe.short_model,
         "data": told(recipe.data),
-        "rows": len(rows),
+        "rows": rows,
+        "fingerprint": fingerprint(recipe),
         "sampling": told(recipe.sampling),
         "training": dict(recipe.training),
         "versions": versions(),

@@ -20,7 +20,7 @@ from grpo_lab.pipelines.recipe import (
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Number, Positive, Switch, read, settings
+from grpo_lab.reading import NULL_IS_DEFAULT, Hours, Number, Positive, Switch, read, settings
 
 
 @settings()
@@ -43,6 +43,7 @@ class Long2ShortRecipe:
         data: problems to sample on; not for ``merge``.
         samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
+        max_hours, stop_file: as in a recipe of `grpo-lab train`: what asks the run to stop (docs/resume.md).
     """
 
     name: str
@@ -58,6 +59,8 @@ class Long2ShortRecipe:
     alpha: Annotated[Number, NULL_IS_DEFAULT] = 0.5
     training: Annotated[Mapping[str, Any], NULL_IS_DEFAULT] = field(default_factory=dict)
     evaluation: EvaluationSection | None = None
+    max_hours: Hours | None = None
+    stop_file: str | None = None
 
     def __post_init__(self) -> None:
         if self.model.path is None:

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 from rich.console import Console
-from transformers import TrainerCallback
 
-from grpo_lab.checkpoints import SAVING, newest_whole, step_of
+from grpo_lab.checkpoints import SAVING, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
+from grpo_lab.trainer.resume.checkpoint import newest_read
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CANNOT_CHANGE_THE_PAST = frozenset(
         "logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print",
         "log_unique_prompts", "log_level", "log_level_replica", "log_on_each_node", "report_to", "run_name", "project",
         "trackio_space_id", "disable_tqdm",
-        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "max_hours", "stop_file",
+        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "max_hours", "stop_file", "save_checksums",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size", "num_generations_eval",
@@ -133,7 +133,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
         ValueError: the run is beyond ``max_steps`` already.
     """
     state = PartialState()
-    newest, passed = newest_whole(folder)
+    newest, passed = newest_read(folder, state.is_local_main_process)
     state.wait_for_everyone()  # all have looked before one tidies up
     check_length(folder, newest, max_steps)
     if state.is_main_process:
@@ -174,18 +174,3 @@ def _is_before(line: str, step: int) -> bool:
         return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-class AtTheEnd(Exception):
-    """The checkpoint has all steps of the run: there is nothing to train."""
-
-
-class StopAtTheEnd(TrainerCallback):  # type: ignore[misc]
-    """Leaves a resumed training that is at its last step already; transformers would train one step more.
-
-    At ``on_train_begin`` the checkpoint is loaded and (FSDP, DeepSpeed) sharded, so the model can be saved as after training.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps > 0:
-            raise AtTheEnd

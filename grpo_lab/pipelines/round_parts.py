@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from grpo_lab.evaluation.files import encodable, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.recipe import ModelSection
+from grpo_lab.pipelines.resume import cut_metrics
 from grpo_lab.pipelines.round_selection import check_rows, questions_of, selected
 from grpo_lab.pipelines.rounds import MODEL, Make, Round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
@@ -24,8 +26,12 @@ from grpo_lab.pipelines.run_folder import MetricsFile
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.pipelines.stop_requests import StopRequests, identity_of
+from grpo_lab.trainer.resume.supervised import StoppableTraining
 from grpo_lab.verifiers.correct import CORRECT_FROM
 
+STOPPED = "stopped"
+"""A training that was asked to stop: its checkpoint, until it has come to its end."""
 SAMPLES, SAMPLING, ROWS = "samples.jsonl", "sampling.jsonl", "rows.jsonl"
 """All samples of a round; those made so far (gone when the former is there); what is trained on."""
 WEIGHT = "rewards/weight"
@@ -34,8 +40,12 @@ WEIGHT = "rewards/weight"
 class RoundParts:
     """What the rounds of one recipe do. Rows and reward are loaded once."""
 
-    def __init__(self, recipe: RoundsRecipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: RoundsRecipe, stop: StopRequests | None = None) -> None:
+        self.recipe, self.stop = recipe, stop or StopRequests(recipe.output_dir)
+
+    def around(self, part: str) -> AbstractContextManager[None]:
+        """A stop breaks no part off but the evaluation, which is made as a whole."""
+        return nullcontext() if part == "evaluate" else self.stop.held()
 
     def of_start(self) -> dict[str, Make]:
         """The start model is made where the recipe makes one, and measured where it has held-out rows."""
@@ -65,16 +75,17 @@ class RoundParts:
         recipe, seed = self.recipe, self.recipe.sampling.seed
         model, tokenizer = parts.load_model(recipe.model, seed)
         counted = _Counted(at.folder / "metrics.jsonl")
-        with whole_folder(at.folder / MODEL) as folder:
-            if recipe.cold_start is None:
+        if recipe.cold_start is None:
+            with whole_folder(at.folder / MODEL) as folder:
                 model.save_pretrained(folder)
-            else:
-                from grpo_lab.trainer.supervised.cold_start import cold_start
+                _finish(folder, tokenizer)
+        else:
+            from grpo_lab.trainer.supervised.cold_start import cold_start
 
-                rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
-                arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
-                cold_start(model, tokenizer, rows, folder, arguments, [counted])
-            _finish(folder, tokenizer)
+            rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+            arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
+            with self._trained(at, tokenizer, rows.to_list(), arguments, counted) as (folder, training):
+                cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
         _free()
         return counted.facts()
 
@@ -95,7 +106,7 @@ class RoundParts:
         trim_to_whole_batches(progress, settings.problems_per_save)
         rates = pass_rates(
             problems,
-            sampler.written,
+            self.stop.before_each(sampler.written),
             self.reward,
             settings.n_samples,
             path=progress,
@@ -146,24 +157,36 @@ class RoundParts:
         begin = at.current if recipe.rounds.train_from == "last" else str(base)
         model, tokenizer = parts.load_model(ModelSection(path=begin), recipe.sampling.seed)
         columns = ("prompt", "completion") if recipe.method in IMITATE else ("prompt", "chosen", "rejected")
-        data = Dataset.from_list([{name: row[name] for name in columns} for row in _lines(at.folder / ROWS)])
+        rows = [{name: row[name] for name in columns} for row in _lines(at.folder / ROWS)]
+        data = Dataset.from_list(rows)
         seed = seed_of(recipe.sampling.seed, at.number, "train")
         arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
         counted = _Counted(at.folder / "metrics.jsonl")
-        with whole_folder(at.folder / MODEL) as folder:
+        with self._trained(at, tokenizer, rows, [begin, arguments], counted) as (folder, training):
             if recipe.method in IMITATE:
                 from grpo_lab.trainer.supervised.cold_start import supervised
 
-                supervised(model, tokenizer, data, folder, arguments, [counted])
+                supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
             else:
-                self._prefer(at, model, tokenizer, data, folder, arguments, counted)
-            _finish(folder, tokenizer)
+                self._prefer(at, model, tokenizer, data, folder, arguments, counted, training)
         del model
         _free()
         return {"from": "base" if begin != at.current else "last", **counted.facts()}
 
+    @contextmanager
+    def _trained(
+        self, at: Round, tokenizer: Any, rows: Any, made_from: Any, counted: _Counted
+    ) -> Iterator[tuple[Path, StoppableTraining]]:
+        """Where the model of a training goes, and what trains it; a stopped one is gone on with from `stopped/`."""
+        with self.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
+            counted.begin(training.step)
+            with whole_folder(at.folder / MODEL) as folder:
+                yield folder, training
+                _finish(folder, tokenizer)
+        training.done()
+
     def _prefer(
-        self, at: Round, model: Any, tokenizer: Any, data: Any, folder: Path, arguments: Any, counted: Any
+        self, at: Round, model: Any, tokenizer: Any, data: Any, folder: Path, arguments: Any, counted: Any, train: Any
     ) -> None:
         from grpo_lab.trainer.supervised.preference import prefer
 
@@ -171,7 +194,7 @@ class RoundParts:
         reference = None
         if method == "dpo" and self.recipe.pairs is not None and self.recipe.pairs.reference == "base":
             reference, _ = parts.load_model(ModelSection(path=at.start), self.recipe.sampling.seed)
-        prefer(method, model, tokenizer, data, folder, arguments, [counted], reference)
+        prefer(method, model, tokenizer, data, folder, arguments, [counted], reference, train)
 
     def evaluate(self, at: Round) -> dict[str, Any]:
         """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs share."""
@@ -197,13 +220,20 @@ class RoundParts:
 
 
 class _Counted(MetricsFile):
-    """`metrics.jsonl` of one training, begun anew, and what a round's marker says of it."""
+    """`metrics.jsonl` of one training, begun anew or gone on with, and what a round's marker says of it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        path.unlink(missing_ok=True)
         self.steps, self.loss = 0, None
         self.weights: list[float] = []
+
+    def begin(self, step: int) -> None:
+        """After ``step`` steps: the lines up to there stay."""
+        if step:
+            cut_metrics(self.path, step)
+            self.weights = [line[WEIGHT] for line in _lines(self.path) if WEIGHT in line]
+        else:
+            self.path.unlink(missing_ok=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         super().on_log(args, state, control, logs, **more)

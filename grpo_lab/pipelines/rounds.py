@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ MODEL = "model"
 Facts = dict[str, Any]
 Make = Callable[["Round"], Mapping[str, Any]]
 Told = Callable[["Round", str, float | None], None]
+Around = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -54,8 +56,12 @@ class Round:
         return str(own) if "train" in self.facts else self.current
 
 
-def carry_out(parts: Mapping[str, Make], at: Round, told: Told | None = None) -> Round:
+def carry_out(
+    parts: Mapping[str, Make], at: Round, told: Told | None = None, around: Around = lambda part: nullcontext()
+) -> Round:
     """Every part that has no marker, in order. ``told(round, part, None)`` before one, with its seconds afterwards.
+
+    ``around(part)``: a context around a part and its marker.
 
     Raises:
         ValueError: a damaged marker. What a part raises comes through.
@@ -67,8 +73,9 @@ def carry_out(parts: Mapping[str, Make], at: Round, told: Told | None = None) ->
             began = time.perf_counter()
             if told is not None:
                 told(at, name, None)
-            found = json.loads(json.dumps(dict(make(at)), default=str))
-            write_json(at.folder / f"{name}.json", found)
+            with around(name):
+                found = json.loads(json.dumps(dict(make(at)), default=str))
+                write_json(at.folder / f"{name}.json", found)
             if told is not None:
                 told(at, name, time.perf_counter() - began)
         at.facts[name] = found
@@ -76,12 +83,17 @@ def carry_out(parts: Mapping[str, Make], at: Round, told: Told | None = None) ->
 
 
 def rounds(
-    folder: Path, count: int, start: Round, parts: Mapping[str, Make], told: Told | None = None
+    folder: Path,
+    count: int,
+    start: Round,
+    parts: Mapping[str, Make],
+    told: Told | None = None,
+    around: Around = lambda part: nullcontext(),
 ) -> Iterator[Round]:
     """Rounds 1 … ``count`` after ``start``, each when it is done; the next begins with its model."""
     current = start.model
     for number in range(1, count + 1):
-        done = carry_out(parts, Round(number, round_folder(folder, number), current, start.model), told)
+        done = carry_out(parts, Round(number, round_folder(folder, number), current, start.model), told, around)
         current = done.model
         yield done
 

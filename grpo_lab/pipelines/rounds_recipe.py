@@ -24,7 +24,7 @@ from grpo_lab.pipelines.recipe import (
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Positive, Switch, read, settings
+from grpo_lab.reading import NULL_IS_DEFAULT, Hours, Positive, Switch, read, settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "rft": {"rounds": {"count": 1, "train_from": "base"}, "keep": {"gold": True, "right_calculations": True}},
@@ -97,6 +97,7 @@ class RoundsRecipe:
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
         evaluation: held-out rows, asked before the first and after each round.
         keep_models: false removes a round's model when the next one is trained.
+        max_hours, stop_file: as in a recipe of `grpo-lab train`: what asks the run to stop (docs/resume.md).
     """
 
     name: str
@@ -114,6 +115,8 @@ class RoundsRecipe:
     training: Annotated[Mapping[str, Any], NULL_IS_DEFAULT] = field(default_factory=dict)
     evaluation: EvaluationSection | None = None
     keep_models: Switch = True
+    max_hours: Hours | None = None
+    stop_file: str | None = None
 
     def __post_init__(self) -> None:
         name, rounds = self.method, self.rounds

@@ -29,9 +29,10 @@ from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.pipelines.run_folder import read_marker, write_run
+from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests
 
 PIPELINE = "rounds"
-MAY_CHANGE = ("name", "output_dir", "keep_models")
+MAY_CHANGE = ("name", "output_dir", "keep_models", *STOP_SETTINGS)
 """Settings that no finished part depends on; beside them `rounds.count`, which may grow."""
 
 console = Console()
@@ -50,14 +51,17 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
 
     Raises:
         ValueError: another run or something else in the folder, a setting that does not fit, a round without rows.
+        Interrupted: asked to stop; what is done is kept, and the same call goes on.
     """
     check_settings(recipe)
-    work = RoundParts(recipe)
+    stop = StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file)
+    work = RoundParts(recipe, stop)
     parts.check_evaluation(recipe.evaluation)
     if not work.rows:  # what is wrong with them is said before anything is written
         raise ValueError("`data` has no rows; at least one question is needed")
-    check_folder(recipe, overwrite)
-    with OneWriter(recipe.output_dir).take():
+    found = check_folder(recipe, overwrite)
+    with OneWriter(recipe.output_dir).take(), stop:
+        stop.heed_waiting(new=not found)
         return _carried_out(recipe, overwrite, work)
 
 
@@ -67,9 +71,9 @@ def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts) -> Rou
         console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
         return RoundsDone(folder, _lines(folder, recipe.rounds.count))
     start = Round(0, round_folder(folder, 0), str(recipe.model.path or ""), str(recipe.model.path or ""))
-    carry_out(work.of_start(), start, _Told(recipe))
+    carry_out(work.of_start(), start, _Told(recipe), work.around)
     lines = _lines(folder, 0)
-    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), _Told(recipe)):
+    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), _Told(recipe), work.around):
         lines = _lines(folder, done.number)
         write_json_lines(folder / "rounds.jsonl", lines)
         if not recipe.keep_models and done.number > 1:

@@ -23,7 +23,7 @@ from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_
 from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import AtTheEnd, StopAtTheEnd, going_on
+from grpo_lab.pipelines.resume import going_on
 from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
@@ -172,7 +172,7 @@ def _reinforce(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
-    from grpo_lab.trainer.resume.checkpoint import save_final
+    from grpo_lab.trainer.resume.checkpoint import WasRead, save_final
 
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()
@@ -185,9 +185,7 @@ def _reinforce(
         write_run(folder, record)
     termination.ask(trainer)
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except AtTheEnd:
-        console.print(f"all {trainer.state.max_steps} steps are done: nothing to train", highlight=False)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
     except KeyboardInterrupt:
         _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
         raise
@@ -206,7 +204,7 @@ def _reinforce(
 
 def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials) -> Any:
     given = dict(materials.of_trainer)
-    own = [MetricsFile(recipe.output_dir / "metrics.jsonl"), StopAtTheEnd()]
+    own = [MetricsFile(recipe.output_dir / "metrics.jsonl")]
     return parts.trainer_class(recipe)(
         model=start,
         reward_funcs=materials.rewards or None,
@@ -237,7 +235,7 @@ def _before(
     target = folder / "evaluation" / "before"
     if resume and (target / "summary.json").is_file() and recipe.evaluation is not None and recipe.evaluation.before:
         found = read_run(folder).before
-        if found is not None:
+        if found is not None and found.stopped is None:  # Ctrl-C leaves a part of one
             console.print("evaluation before reinforcement: as it was made", highlight=False)
             return found
     return _evaluate(recipe, start, target, seconds, "before")

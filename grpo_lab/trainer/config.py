@@ -63,6 +63,7 @@ class LabConfig(GRPOConfig):
             step under way is the last: a checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
         stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``: ``STOP`` in
             ``output_dir``. One that is older than the process of a training from its first step is of an earlier run, and goes.
+        save_checksums: every file of a checkpoint is read once after it was written, and its SHA-256 kept; a resume compares them.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -110,6 +111,10 @@ class LabConfig(GRPOConfig):
         default=None, metadata={"help": "Stop with a checkpoint when this file is there; None: STOP in output_dir."}
     )
 
+    save_checksums: bool = field(
+        default=True, metadata={"help": "A checksum of each file of a checkpoint, compared before a resume."}
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
         names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
@@ -122,6 +127,8 @@ class LabConfig(GRPOConfig):
         check_choices(vars(self))
         if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
             raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
+        if not isinstance(self.save_checksums, bool):
+            raise ValueError(f"`save_checksums` is {self.save_checksums!r}; it must be true or false")
         self.reference_every = reference_every(self.reference_every)
         self.max_hours, self.stop_file = max_hours(self.max_hours), stop_file(self.stop_file)
         check_batch_sizes(self)

@@ -31,8 +31,8 @@ from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
-from grpo_lab.trainer.ranks.placed import Placed
 from grpo_lab.trainer.resume.checkpoint import chosen, save_whole
+from grpo_lab.trainer.resume.going_on import GoingOn
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
 from grpo_lab.trainer.rollout.prompt_fit import check_room
@@ -49,7 +49,7 @@ from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
 
-class LabTrainer(Placed):
+class LabTrainer(GoingOn):
     """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
     Team code subclasses this. Three ways in:

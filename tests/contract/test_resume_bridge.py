@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from contract.test_trl_bridge import batch, build
 
@@ -104,6 +105,20 @@ def test_a_resume_loads_before_training_begins_and_random_numbers_after_the_firs
     assert [loop.index(words) for words in order] == sorted(loop.index(words) for words in order)
     epoch = inspect.getsource(Trainer._run_epoch)
     assert epoch.index("self.get_batch_samples(") < epoch.rindex("self._load_rng_state(")
+
+
+def test_the_loop_begins_where_the_state_says_and_ends_in_one_place() -> None:
+    """``resume.going_on``: no epoch is run where none is left; TRL's sampler has one permutation an epoch, and no memory of its epoch."""
+    loop = inspect.getsource(Trainer._inner_training_loop)
+    assert "epochs_trained, steps_trained_in_current_epoch = self._init_training_state(" in loop
+    assert "for epoch in range(epochs_trained, num_train_epochs):" in loop
+    assert "return self._finalize_training(trial, num_train_samples, start_time)" in loop
+    assert "self._total_loss_scalar += self._tr_loss.item()" in inspect.getsource(Trainer._finalize_training)
+    epoch = inspect.getsource(Trainer._run_epoch)
+    assert epoch.index("self._load_rng_state(") < epoch.index("epoch_iterator = iter(")
+    order = inspect.getsource(RepeatSampler.__iter__)
+    assert "torch.randperm(self.num_samples, generator=self.generator)" in order
+    assert not hasattr(RepeatSampler, "set_epoch")
 
 
 def test_trl_itself_does_not_save_the_batch() -> None:

@@ -35,7 +35,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
     "grpo-lab rounds * --dry-run": "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind",
     "grpo-lab rounds *po_rounds.yaml*": f"{ROUNDS}test_pairs_by_rounds_and_more_rounds_than_were_asked_for",
-    "grpo-lab rounds *": f"{ROUNDS}test_accuracy_rises_and_a_kill_in_each_part_of_the_second_round_changes_no_byte",
+    "grpo-lab rounds *": f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte",
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",

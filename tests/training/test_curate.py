@@ -22,6 +22,7 @@ from grpo_lab.evaluation.curation_page import histogram, kept_examples
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.pipelines.sampler import ModelSampler
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -248,3 +249,55 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     assert samples.read_bytes().startswith(before)
     assert samples.read_bytes() == (whole / "pass_rates.jsonl").read_bytes()
     assert (samples.parent / "curated.jsonl").read_bytes() == (whole / "curated.jsonl").read_bytes()
+
+
+def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By SIGTERM in a batch (which is finished), Ctrl-C (at once), the hours, a stop file that waits; each time the same command."""
+    settings = {
+        "model": {"path": str(tiny_folder)},
+        "data": {"loader": "word_problems", "n": 12, "template": "none", "largest": 20, "steps": [1, 2]},
+        "reward": "training.curation_rewards:by_digest",
+        "n_samples": 4,
+        "max_completion_length": 8,
+        "problems_per_save": 4,
+        "use_cpu": True,
+        "filters": {"band": {}, "guessable": {"tries": 2, "max_new_tokens": 4}},
+    }
+    (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
+    words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    folder, made = tmp_path / "stopped", ModelSampler._samples
+    samples = folder / "pass_rates.jsonl"
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def asked_by(number: int) -> Any:
+        def sampled(*given: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return made(*given)
+
+        return sampled
+
+    try:
+        for number, code, problems in ((signal.SIGTERM, 75, 4), (signal.SIGINT, 130, 4), (signal.SIGUSR1, 75, 8)):
+            monkeypatch.setattr(ModelSampler, "_samples", asked_by(number))
+            assert main([*words, str(folder)]) == code
+            assert samples.read_bytes().count(b"\n") == 1 + problems
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(ModelSampler, "_samples", made)
+    assert main([*words, str(folder), "--max_hours", "1e-9"]) == 75
+    (folder / "STOP").touch()
+    assert main([*words, str(folder)]) == 75
+    assert not (folder / "STOP").exists()
+    said = capsys.readouterr().err
+    assert f"SIGTERM: stopped outside of the training; {folder} can be gone on with by the same command" in said
+    assert "max_hours: stopped" in said
+    assert "pass rates of 4 problems" in said
+    assert samples.read_bytes().count(b"\n") == 1 + 8
+    assert main([*words, str(folder)]) == 0
+    for name in ("pass_rates.jsonl", "guesses.jsonl", "curated.jsonl", "all.parquet"):
+        assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

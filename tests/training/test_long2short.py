@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from grpo_lab.pipelines import long2short as pipeline
+from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
+from grpo_lab.trainer.supervised.cold_start import supervised
 from grpo_lab.trainer.supervised.preference import prefer
 from tolerance import log_prob_gap, unit_roundoff
 
@@ -79,6 +85,106 @@ def test_four_ways_leave_a_model_and_both_evaluations(tiny_folder: Path, tmp_pat
     assert max(swapped) > 100, "alpha for 1 − alpha must be seen"
     with pytest.raises(ValueError, match="holds a finished run"):
         long2short(recipe(tmp_path, tiny_folder, "shortest_sft"))
+
+
+class Logs(TrainerCallback):  # type: ignore[misc]
+    """What is logged, without times."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        times = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        self.rows.append({"step": state.global_step, **{name: one for name, one in logs.items() if name not in times}})
+
+
+PAIRS = [
+    {"prompt": f"What is {n} and {n}? ", "chosen": f"It is {2 * n}.", "rejected": f"{n} and {n} are not {2 * n + 1}, I think."}
+    for n in range(5)
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
+def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Three steps an epoch: stopped inside a logging window, at an epoch's end; at the last step it is not answered."""
+    arguments = {**TRAINING, "per_device_train_batch_size": 2, "max_steps": 7, "logging_steps": 4, "use_cpu": True}
+
+    def trained(name: str, asked: Any = None, identity: str = "this") -> tuple[Path, list[dict[str, Any]], Any]:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+        logs, folder = Logs(), tmp_path / name
+        training = None if asked is None else StoppableTraining(folder / "stopped", identity, asked)
+        if method == "shortest_sft":
+            rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
+            supervised(model, tokenizer, rows, folder, arguments, [logs], train=training)
+        else:
+            prefer(method, model, tokenizer, Dataset.from_list(PAIRS), folder, arguments, [logs], train=training)
+        return folder, logs.rows, training
+
+    whole, rows, _ = trained("whole")
+    found = []
+    for steps in (2, 1):  # of the process: it stops after the second step, then after the third
+        left = iter([*(False,) * (steps - 1), True])
+        with pytest.raises(TrainingStopped):
+            trained("stopped", lambda left=left: next(left))
+        found += [place.name for place in (tmp_path / "stopped" / "stopped").iterdir()]
+    assert found == ["checkpoint-2", "checkpoint-3"]
+    asked: list[int] = []
+    again, rest, training = trained("stopped", lambda: asked.append(1))
+    assert len(asked) == 3, "not after the last step"
+    assert rest == rows
+    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    training.done()
+    assert not (again / "stopped").exists()
+
+
+def test_a_stopped_training_on_other_rows_is_not_gone_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "checkpoint-3"
+    place.mkdir()
+    save_file({"w": torch.zeros(2)}, place / "model.safetensors")
+    (place / "trainer_state.json").write_text('{"global_step": 3}')
+    (place / "grpo_lab_training.json").write_text('{"identity": "one"}')
+    assert StoppableTraining(tmp_path, "one", lambda: None).step == 3
+    assert StoppableTraining(tmp_path, "other", lambda: None).step == 0
+    assert "is of a training on other rows or settings" in caplog.text
+
+
+@pytest.mark.slow
+def test_asked_to_stop_it_goes_on_with_what_is_done(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGTERM in the training, then in the last evaluation: nothing is measured, sampled or trained twice."""
+    whole = long2short(recipe(tmp_path / "whole", tiny_folder, "dpo"))
+    calls: list[str] = []
+    measure, train = pipeline._measure, pipeline._train
+
+    def measured(recipe: Any, path: str, target: Path) -> Any:
+        calls.append(target.name)
+        if target.name == "after" and calls.count("after") == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(recipe, path, target)
+
+    def trained(*given: Any) -> None:
+        calls.append("train")
+        if calls.count("train") == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train(*given)
+
+    monkeypatch.setattr(pipeline, "_measure", measured)
+    monkeypatch.setattr(pipeline, "_train", trained)
+    stopped = recipe(tmp_path / "stopped", tiny_folder, "dpo")
+    for _ in range(2):
+        with pytest.raises(Interrupted, match=r"SIGTERM: stopped .* can be gone on with by the same command"):
+            long2short(stopped)
+    (stopped.output_dir / "STOP").touch()
+    with pytest.raises(Interrupted, match="was there before this start"):
+        long2short(stopped)
+    done = long2short(stopped)
+    assert calls == ["before", "train", "train", "after", "after"]
+    assert done.rows == whole.rows
+    for name in ("model.safetensors", "rows.jsonl", "samples.jsonl", "evaluation/after/outcomes.jsonl"):
+        assert (done.folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
+    assert not (done.folder / "stopped").exists()
 
 
 def test_overwrite_samples_anew_and_leaves_a_shared_file(tiny_folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_lab import LabConfig
+from grpo_lab.checkpoints import MARK
 from grpo_lab.trainer.resume.reference_files import FOLDER, MANIFEST
 from grpo_lab.trainer.scoring.kl_control import STATE_FILE
 from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, one_thread, weights
@@ -117,6 +118,9 @@ def test_what_a_checkpoint_holds(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )  # a run without the setting goes on with the reference that there was
     assert not torch.equal(flat(plain.ref_model), flat(AutoModelForCausalLM.from_pretrained(tmp_path / "start")))
     (late / "00000.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"grpo_lab_reference/00000.safetensors is damaged"):
+        build(tmp_path / "damaged", **settings).train(resume_from_checkpoint=str(late.parent))
+    (late.parent / MARK).unlink()  # as an earlier version leaves it
     with pytest.raises(ValueError, match=r"the reference in .* cannot be loaded"):
         build(tmp_path / "damaged", **settings).train(resume_from_checkpoint=str(late.parent))
     shutil.rmtree(late)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
+from grpo_lab.checkpoints import MARK
 from grpo_lab.rollouts.server_talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
@@ -221,6 +222,20 @@ def test_every_checkpoint_of_a_run(tmp_path: Path) -> None:
     assert_same(twice, whole)
 
 
+@pytest.mark.parametrize("sampler", [None, "prioritized"])
+def test_from_a_later_epoch_on(sampler: Any, tmp_path: Path) -> None:
+    """Two steps an epoch. TRL's own resume begins with the first epoch's order again."""
+    settings: dict[str, Any] = {**TWO_STEPS, "objective": "grpo", "rows": 4}
+    if sampler is not None:
+        settings["sampler"] = sampler
+    whole = build(tmp_path / "whole", **settings)
+    whole.train()
+    for step in (2, 3):  # an epoch's end, and inside the next one's generation batch
+        again = build(tmp_path / f"again-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert_same(again, whole)
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TWO_STEPS, "objective": "dapo"}
     saving = build(tmp_path / "a", **settings)
@@ -242,7 +257,7 @@ def test_the_optimizer_is_neither_emptied_twice_nor_kept(tmp_path: Path) -> None
     assert again.optimizer.state_dict()["state"] == {}
     emptied = build(tmp_path / "emptied", KimiTrainer, **TWO_ITERATIONS, max_steps=2)
     saved["state"] = {}
-    torch.save(saved, tmp_path / "whole" / "checkpoint-1" / "optimizer.pt")
+    torch.save(saved, unlisted(tmp_path / "whole" / "checkpoint-1" / "optimizer.pt"))
     emptied.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert not torch.equal(weights(emptied), weights(whole))
 
@@ -350,11 +365,17 @@ def test_the_steps_of_a_shifted_run_resume_exactly(tmp_path: Path) -> None:
     assert_same(third, again)
 
 
+def unlisted(file: Path) -> Path:
+    """Without the list of files, which holds the checksums: as an earlier version leaves it."""
+    (file.parent / MARK).unlink()
+    return file
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda place: (place / rows_file(0)).unlink(), "No such file"),
-        (lambda place: (place / rows_file(0)).write_bytes(b"\x08\0\0\0\0\0\0\0{}"), "cannot be resumed inside"),
+        (lambda place: unlisted(place / rows_file(0)).write_bytes(b"\x08\0\0\0\0\0\0\0{}"), "cannot be resumed inside"),
         (lambda place: (place / MANIFEST).write_text("{"), "cannot be resumed inside"),
         (lambda place: (place / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads 1"),
     ],

@@ -63,7 +63,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_accuracy_rises_and_a_kill_in_each_part_of_the_second_round_changes_no_byte(
+def test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe(tiny_folder)))
@@ -76,13 +76,19 @@ def test_accuracy_rises_and_a_kill_in_each_part_of_the_second_round_changes_no_b
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(worker, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith("in_")]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("in_", "asked_"))]
     assert said == [
-        "in_sample", "in_select sample", "in_train sample select", "in_evaluate sample select train"
+        "in_sample", "in_select sample", "in_train sample select", "in_evaluate sample select train",
+        "asked_in_sample 5 lines",  # the header, and the batch under way
+        "asked_in_train sample select checkpoint-2", "asked_again_in_train sample select checkpoint-4",
+        "asked_in_evaluate sample select train",
     ]  # fmt: skip
-    whole, killed = files(tmp_path / "whole" / "out"), files(tmp_path / "killed" / "out")
-    assert sorted(whole) == sorted(killed)
-    assert [name for name in whole if whole[name] != killed[name]] == []
+    whole = files(tmp_path / "whole" / "out")
+    for broken in ("killed", "stopped"):
+        other = files(tmp_path / broken / "out")
+        assert sorted(whole) == sorted(other)
+        assert [name for name in whole if whole[name] != other[name]] == []
+    assert "at step 2, with a checkpoint; out can be gone on with by the same command" in done.stderr
     assert "round-2/model/model.safetensors" in whole
     assert not [name for name in whole if ".part" in name or "sampling" in name]
     assert (

@@ -169,6 +169,71 @@ def test_an_evaluation_that_was_due_is_made_up(tmp_path: Path) -> None:
     assert [row["step"] for row in again.state.log_history] == [row["step"] for row in whole.state.log_history]
 
 
+def by_epochs(folder: Path, **changes: Any) -> Any:
+    """Evaluates at the end of each epoch: two steps."""
+    trainer = ready(folder, rows=4, **{**SETTINGS, **changes})
+    trainer.eval_dataset, trainer.args.eval_strategy = problems(4), IntervalStrategy.EPOCH
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("saving", "event", "step"),
+    [
+        ("no", "on_optimizer_step", 3),  # asked inside the epoch's last step
+        ("steps", "on_save", 4),  # its checkpoint is there already, and says of no evaluation
+        ("steps", "on_epoch_end", 4),
+        ("epoch", "on_prediction_step", 4),
+        ("epoch", "on_optimizer_step", 2),  # an epoch's first step
+    ],
+)
+def test_an_epochs_evaluation_is_made_up_before_the_next_epoch_draws(
+    saving: str, event: str, step: int, tmp_path: Path
+) -> None:
+    """The next epoch's data loader draws from the random numbers that the evaluation has moved on."""
+    settings: dict[str, Any] = {"save_strategy": saving, "save_steps": 1}
+    whole = by_epochs(tmp_path / "whole", **settings)
+    whole.train()
+    assert [row["epoch"] for row in whole.state.log_history if "eval_loss" in row] == [1.0, 2.0, 3.0]
+    folder = tmp_path / "stopped"
+    stopped = by_epochs(folder, **settings)
+    stopped.callback_handler.callbacks.insert(0, At(event, step))
+    stopped.train()
+    at = stopped.state.global_step
+    again = by_epochs(folder, **settings)
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
+    assert_same(again, whole)
+    assert [row["step"] for row in again.state.log_history] == [row["step"] for row in whole.state.log_history]
+
+
+def test_at_its_last_step_nothing_is_trained_and_a_due_evaluation_is_made(tmp_path: Path) -> None:
+    """transformers made a seventh step, and another at each resume."""
+    whole = by_epochs(tmp_path / "whole")
+    output = whole.train()
+    stopped = by_epochs(tmp_path / "stopped")
+    stopped.add_callback(At("on_optimizer_step", 5))
+    stopped.train()
+    place = tmp_path / "stopped" / "checkpoint-6"
+    told: list[str] = []
+
+    class Told(TrainerCallback):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_") and name not in told:
+                told.append(name)
+            return super().__getattribute__(name)
+
+    again = by_epochs(tmp_path / "stopped")
+    again.add_callback(Told())
+    ended = again.train(resume_from_checkpoint=str(place))
+    assert_same(again, whole)
+    assert (ended.global_step, again.state.global_step) == (6, 6)
+    assert ended.training_loss == pytest.approx(output.training_loss, rel=1e-5)  # sums of six float32
+    assert {"on_train_begin", "on_evaluate", "on_log", "on_train_end"} <= set(told)
+    assert not {"on_epoch_begin", "on_step_begin"} & set(told)
+    longer = by_epochs(tmp_path / "stopped", max_steps=8)
+    longer.train(resume_from_checkpoint=str(place))
+    assert longer.state.global_step == 8
+
+
 def test_a_stop_file_and_the_hours(tmp_path: Path) -> None:
     """Also where no checkpoints are asked for, and no signal is heard; the file goes, or a resumed run would stop at once."""
     by_file = build(tmp_path / "file", **SETTINGS, save_strategy="no")

@@ -7,18 +7,22 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
-from grpo_lab.checkpoints import MARK, SAVING
+from grpo_lab import checkpoints
+from grpo_lab.checkpoints import MARK, SAVING, mark_of, what_is_broken
 from grpo_lab.trainer.resume import checkpoint
-from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, chosen, save_final, save_whole, surplus
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, WasRead, chosen, save_final, save_whole, surplus
 
 
 class Saves:
@@ -29,6 +33,7 @@ class Saves:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.args = SimpleNamespace(should_save=True, local_process_index=0, save_total_limit=1, output_dir=str(run))
+        self.args.save_checksums = True
         self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
         self.state = TrainerState(global_step=4)
         self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
@@ -83,6 +88,7 @@ def test_written_moved_pushed_and_only_then_others_pruned(trainer: Saves) -> Non
     mark = json.loads((place / MARK).read_text())
     assert mark["step"] == 4
     assert set(mark["files"]) == {"model.safetensors", "ours.json", "trainer_state.json"}
+    assert mark["sha256"] == {"model.safetensors": sha256(sha256(b"weights").digest()).hexdigest()}
     assert trainer.state.best_model_checkpoint == str(place)
     assert json.loads((place / "trainer_state.json").read_text())["best_model_checkpoint"] == str(place)
 
@@ -170,6 +176,58 @@ def test_true_is_the_newest_whole_one(trainer: Saves) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: checkpoint-5 \(no trainer_state.json"):
         chosen(trainer, True)
     assert [chosen(trainer, given) for given in (None, False, "there")] == [None, False, "there"]
+
+
+def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Saves) -> None:
+    """``True`` goes on from the one before; a path that was asked for is an error. Without the list nothing is compared."""
+    places = [trainer.run / f"checkpoint-{step}" for step in (4, 5)]
+    trainer.args.save_total_limit = None
+    for step, place in zip((4, 5), places, strict=True):
+        trainer.state.global_step = step
+        save_whole(trainer, None, None, trainer.stock)
+        save_file({"w": torch.zeros(64)}, place / "model.safetensors")
+        (place / MARK).write_text(json.dumps(mark_of(place, step, checksums=trainer.args.save_checksums)))
+    assert chosen(trainer, True) == str(places[1])
+    file = places[1] / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    assert what_is_broken(places[1]) is None, "its head and its length are right"
+    assert chosen(trainer, True) == str(places[0])
+    assert trainer.events[-1].endswith(
+        "checkpoint-5 (model.safetensors is damaged: its content is not what was written (another checksum))"
+    )
+    with pytest.raises(ValueError, match=r"checkpoint-5: model.safetensors is damaged"):
+        chosen(trainer, str(places[1]))
+    assert chosen(trainer, WasRead(places[1])) == str(places[1])
+    listed = json.loads((places[1] / MARK).read_text())
+    del listed["sha256"]  # of an earlier version, or `save_checksums: false`
+    (places[1] / MARK).write_text(json.dumps(listed))
+    assert chosen(trainer, str(places[1])) == str(places[1])
+    (places[1] / MARK).write_text("[]")
+    with pytest.raises(ValueError, match=r"checkpoint-5: grpo_lab_checkpoint.json is damaged"):
+        chosen(trainer, str(places[1]))
+
+
+def test_a_checksum_is_of_all_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition, with pieces of 5 bytes: SHA-256 of the pieces' SHA-256."""
+    monkeypatch.setattr(checkpoints, "PIECE", 5)
+    content = {"empty.pt": b"", "one.pt": b"12345", "more.pt": bytes(range(17))}
+    for name, written in content.items():
+        (tmp_path / name).write_bytes(written)
+    found = checkpoints.checksums_of(tmp_path, list(content))
+    for name, written in content.items():
+        pieces = [sha256(written[at : at + 5]).digest() for at in range(0, len(written), 5)]
+        assert found[name] == sha256(b"".join(pieces)).hexdigest(), name
+
+
+def test_every_rank_goes_on_from_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of each node reads; where a node finds its newest one damaged, all take the one before."""
+    two, four = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    others = [(four, []), (two, ["checkpoint-4 (optimizer.pt is damaged)"])]
+    monkeypatch.setattr(checkpoint, "gather_object", lambda own: [*others, *own])
+    assert checkpoint.newest_read(tmp_path, reads=False) == (two, ["checkpoint-4 (optimizer.pt is damaged)"])
+    others.append((None, []))
+    assert checkpoint.newest_read(tmp_path, reads=False)[0] is None
 
 
 def test_a_final_model_that_cannot_be_written_says_where_it_is_kept(tmp_path: Path) -> None:

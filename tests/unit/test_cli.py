@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,17 @@ def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp
     assert 0 < answers == summary["problems"] < 400
     assert summary["settings"]["stopped"].startswith(f"after {answers} of 400")
     assert f"kept: the {answers} answers that were there: in {out}" in errors.decode()
+
+
+def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("grpo_lab.pipelines.saved_model.evaluate_saved_model", measured)
+    assert main(["evaluate", "m", "--data", "word_problems"]) == 75
+    assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

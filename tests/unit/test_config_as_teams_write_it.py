@@ -43,6 +43,7 @@ OURS: dict[str, Any] = {
     "reference_every": 400,
     "max_hours": 23.5,
     "stop_file": "/tmp/stop here",
+    "save_checksums": False,
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
     "guard": {"max_bad_steps": 5, "save": False},
@@ -77,6 +78,7 @@ def same(a: LabConfig, b: LabConfig) -> bool:
         "reference_every",
         "max_hours",
         "stop_file",
+        "save_checksums",
     )
     flat += ("steps_per_generation", "generation_batch_size", "importance_sampling_level")
     return a.lab_settings == b.lab_settings and all(getattr(a, name) == getattr(b, name) for name in flat)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from typing import Any
 
 import pytest
 
-from grpo_lab.trainer.resume.stop import hours_of_this_process
+from grpo_lab.trainer.resume.stop import hours_of_this_process, started
 from grpo_lab.trainer.settings.stopping import max_hours
 
 
@@ -24,3 +26,14 @@ def test_no_hours(written: Any) -> None:
 def test_counted_from_the_start_of_the_process() -> None:
     """Its start is known to a hundredth of a second; the imports above took some."""
     assert 0 < hours_of_this_process() < 24
+
+
+def test_a_process_was_started_when_it_was() -> None:
+    """A stop file touched a moment before belongs to an earlier run; psutil knows the second only. 0.05 s: a tick, and two clocks read."""
+    before = time.time()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        after = time.time()
+        try:
+            assert before - 0.05 <= started(process.pid) <= after + 0.05
+        finally:
+            process.kill()

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from grpo_lab.atomic import move_whole, write_whole_text
-from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole
+from grpo_lab.checkpoints import MARK, SAVING, damaged, mark_of, newest_whole, step_of
 from grpo_lab.trainer.ranks.places import at, is_of_lost_rank
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.trl_bridge.replace import replaced
@@ -126,11 +126,13 @@ def chosen(trainer: Any, given: Any) -> Any:
     """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the newest.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole.
+        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was written.
     """
+    if isinstance(given, str | os.PathLike) and not isinstance(given, WasRead):
+        _refuse_damaged(Path(given), trainer.args.local_process_index == 0)
     if given is not True:
         return given
-    newest, passed = newest_whole(Path(trainer.args.output_dir))
+    newest, passed = newest_read(Path(trainer.args.output_dir), trainer.args.local_process_index == 0)
     if newest is None and passed:
         raise ValueError(
             f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole: {'; '.join(passed)}"
@@ -138,6 +140,27 @@ def chosen(trainer: Any, given: Any) -> Any:
     for why in passed:
         trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
     return given if newest is None else str(newest)
+
+
+class WasRead(str):
+    """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
+
+
+def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
+    """``newest_whole`` by its checksums, the same on every rank: one process of a node ``reads``, and the oldest answer holds."""
+    own = newest_whole(folder, read=True) if reads else None
+    told = [one for one in gather_object([own]) if one is not None]
+    passed = list(dict.fromkeys(why for _, words in told for why in words))
+    found = min((place for place, _ in told if place is not None), key=step_of, default=None)
+    return None if any(place is None for place, _ in told) else found, passed
+
+
+def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
+    why = next(filter(None, gather_object([damaged(checkpoint) if reads else None])), None)
+    if why is not None:
+        raise ValueError(
+            f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint; to go on from this one all the same, remove {MARK} in it"
+        )
 
 
 def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = False) -> None:
@@ -200,6 +223,10 @@ def _best_of_before(trainer: Any, run: str) -> None:
         state.best_model_checkpoint = place
 
 
+def _mark(trainer: Any, partial: Path) -> dict[str, Any]:
+    return mark_of(partial, trainer.state.global_step, checksums=trainer.args.save_checksums)
+
+
 def _settle(trainer: Any, partial: Path, place: Path) -> None:
     """The main process moves the folder to its name."""
     if not trainer.accelerator.is_main_process:
@@ -208,7 +235,7 @@ def _settle(trainer: Any, partial: Path, place: Path) -> None:
         trainer.state.best_global_step == trainer.state.global_step
     ):  # of this very step: written with the folder that it was in
         trainer.state.save_to_json(str(partial / "trainer_state.json"))
-    write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+    write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
     move_whole(partial, place)
     shutil.rmtree(partial.parent, ignore_errors=True)
 
@@ -217,9 +244,9 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
     """On a node with a disk of its own: its files (random numbers, shards) are still where they were written."""
     if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process and partial.is_dir():
         with contextlib.suppress(FileNotFoundError):  # one file system after all, whose client has not looked again
-            write_whole_text(partial / MARK, json.dumps(mark_of(partial, trainer.state.global_step)))
+            write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
             move_whole(partial, place)
             shutil.rmtree(partial.parent, ignore_errors=True)
 
 
-__all__ = ["CheckpointNotWritten", "chosen", "save_final", "save_whole", "surplus"]
+__all__ = ["CheckpointNotWritten", "WasRead", "chosen", "newest_read", "save_final", "save_whole", "surplus"]

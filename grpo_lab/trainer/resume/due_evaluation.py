@@ -1,8 +1,8 @@
 """An evaluation that was due at the step after which a run stopped on request: the resumed run makes it up before its first step.
 
 It would have come before the checkpoint and drawn from training's random numbers. A scheduler does not wait for an evaluation, so the
-checkpoint comes first and says that one is due; the resumed run has loaded the checkpoint's random numbers when a step begins,
-evaluates, and goes on as the uninterrupted one did.
+checkpoint comes first and says that one is due; the resumed run evaluates as soon as it has the checkpoint's random numbers (at the
+end of an epoch that is before the next one's data loader draws from them), and goes on as the uninterrupted one did.
 """
 
 from __future__ import annotations
@@ -28,14 +28,28 @@ FILE = "grpo_lab_evaluation_due.json"
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
     """One for a trainer; comes before all other callbacks.
 
-    Limits: at the last step of an epoch the data loader has drawn a number before the step begins, so what follows are other draws than
-    the uninterrupted run's; where the evaluation itself ends the training (early stopping) one more step is made.
+    Limit: where the evaluation itself ends the training (early stopping) one more step is made.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = weakref.ref(trainer)
         self.left_out = False
         self._loaded = False
+        self._made_at = -1  # the last step after which there was an evaluation
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._made_at = -1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._made_at = state.global_step
+
+    def leave_out_the_epochs(self, args: Any, state: Any) -> bool:
+        """At the last step of an epoch: ``eval_strategy: epoch`` would have one when the step is over. Whether it is left out."""
+        by_epoch = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "epoch"
+        over = state.epoch is not None and state.epoch == int(state.epoch) and args.eval_delay <= state.epoch
+        found = by_epoch and over and self._made_at != state.global_step
+        self.left_out |= found
+        return found
 
     def leave_out(self, control: Any) -> None:
         """Whatever is due at this step comes after the resume."""
@@ -53,14 +67,15 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         here = checkpoint is not None and (Path(checkpoint) / FILE).is_file()
         self.left_out, self._loaded = False, any(gather_object([here]))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._made_up(args, state)
-
-    def _made_up(self, args: Any, state: Any) -> None:
+    def make_up(self) -> None:
+        """Where the checkpoint says that one is due; its random numbers have just been loaded."""
         loaded, self._loaded = self._loaded, False
         trainer = self._trainer()
+        if trainer is None:
+            return
+        args, state = trainer.args, trainer.state
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        if not loaded or trainer is None or trainer.eval_dataset is None or strategy == "no":
+        if not loaded or trainer.eval_dataset is None or strategy == "no":
             return
         trainer.recorder.say(f"the evaluation that was due after step {state.global_step} is made up")
         metrics = trainer._evaluate(None, None)

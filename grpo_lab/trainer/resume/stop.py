@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -143,7 +144,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         file = stop_file(args)
         if args.process_index or state.global_step or not file.exists():
             return
-        if file.stat().st_mtime < psutil.Process().create_time():
+        if file.stat().st_mtime < started():
             logger.warning("%s is older than this run and was meant for an earlier one: it is removed", file)
             remove(file)
 
@@ -151,6 +152,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if self._is_asked(args):
             control.should_training_stop = control.should_save = True
             self._due.leave_out(control)
+            self._due.leave_out_the_epochs(args, state)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_asked(args):
@@ -160,12 +162,19 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if self._is_asked(args):
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = self._saved != state.global_step
+            self._leave_out_the_epochs(args, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved = state.global_step
         if self._is_asked(args):
             control.should_training_stop = True
+            self._leave_out_the_epochs(args, state)
             self._kept(args, state)
+
+    def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
+        """Also beside a checkpoint of this step that is there already."""
+        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step:
+            self._due.save(f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def _kept(self, args: Any, state: Any) -> None:
         folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -235,9 +244,22 @@ def remove(file: Path) -> None:
         logger.warning("the stop file %s cannot be removed (%s): take it away before the run goes on", file, error)
 
 
+def started(pid: int | None = None) -> float:
+    """When a process (this one) was started, to a hundredth of a second; seconds since 1970.
+
+    The kernel counts ticks since the machine's start; psutil adds them to that moment in whole seconds.
+    """
+    try:
+        ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
+        since_start = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):  # not Linux
+        return float(psutil.Process(pid).create_time())
+    return time.time() - since_start + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def hours_of_this_process() -> float:
     """Since the process was started: loading and waiting count, what an earlier process of the run took does not."""
-    return float(time.time() - psutil.Process().create_time()) / 3600
+    return (time.time() - started()) / 3600
 
 
 def kept(folder: str, step: int) -> str:
@@ -248,4 +270,4 @@ def kept(folder: str, step: int) -> str:
     )
 
 
-__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "remove", "stop_file"]
+__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "remove", "started", "stop_file"]

@@ -186,6 +186,7 @@ OUR_FIELDS: tuple[str, ...] = (
     "reference_every",
     "max_hours",
     "stop_file",
+    "save_checksums",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def cold_start(
     output_dir: Path,
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
+    train: Callable[[Any], None] | None = None,
 ) -> None:
     """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Saved to ``output_dir``.
 
@@ -36,7 +38,7 @@ def cold_start(
     if "worked_solution" not in rows.column_names:
         raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
     pairs = rows.map(_as_pair, remove_columns=rows.column_names)
-    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`")
+    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`", train)
 
 
 def supervised(
@@ -47,9 +49,10 @@ def supervised(
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
     where: str = "`training`",
+    train: Callable[[Any], None] | None = None,
 ) -> None:
     """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The trainer
-    saves to ``output_dir``, as in ``cold_start``.
+    saves to ``output_dir``, as in ``cold_start``. ``train``: what trains the trainer; default: its ``train()``.
 
     Raises:
         ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.
@@ -63,7 +66,7 @@ def supervised(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
-    trainer.train()
+    trainer.train() if train is None else train(trainer)
     trainer.save_model(str(output_dir))
 
 

@@ -14,6 +14,7 @@ Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ def prefer(
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
     reference: Any = None,
+    train: Callable[[Any], None] | None = None,
 ) -> None:
     """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join in).
 
@@ -42,6 +44,7 @@ def prefer(
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
         arguments: fields of ``trl.DPOConfig`` or of TRL's ``CPOConfig``.
         reference: DPO's π₀, a model; None: the model that training begins with.
+        train: what trains the trainer; None: its ``train()``.
 
     Raises:
         ValueError: a reference for SimPO, no pairs, a missing column, or an unknown setting.
@@ -67,7 +70,7 @@ def prefer(
         callbacks=callbacks,
         **({} if reference is None else {"ref_model": reference}),
     )
-    trainer.train()
+    trainer.train() if train is None else train(trainer)
     trainer.save_model(str(output_dir))
 
 

@@ -1,0 +1,167 @@
+"""Asked to stop, in a command of several parts (``curate``, ``rounds``, ``long2short``): what is done stays, and the same command goes on.
+
+    under way                 what happens to it
+    a batch of samples        it is finished and written
+    an optimizer step         it is finished, with a checkpoint (``trainer.resume.supervised``)
+    anything else             it ends at once, and is done again: nothing of it is kept (evaluations, filters that read text)
+
+SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are looked at before each batch, after
+each step, and once a second beside them. Ctrl-C ends everything at once but an optimizer step, and that at the second one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.pipelines.interruption import SIGNALS, Interrupted, Kept
+from grpo_lab.trainer.resume.stop import CTRL_C, MAX_HOURS, STOP_FILE, hours_of_this_process, remove, started
+from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
+
+log = logging.getLogger("grpo_lab")
+
+AGAIN = "the same command"
+STOP_SETTINGS = ("max_hours", "stop_file")
+"""Of a recipe; nothing that is made follows from them."""
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class StopRequests:
+    """``with StopRequests(folder, …) as stop:`` around a command; ``StopRequests(folder)`` without ``with`` hears no signal.
+
+    Attributes:
+        name: who asked, ``None`` while nobody did.
+    """
+
+    def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
+        self.folder, self.max_hours = folder, max_hours
+        self.file = folder / "STOP" if stop_file is None else Path(stop_file)
+        self.name: str | None = None
+        self._seen: str | None = None  # by the look beside the work
+        self._held = 0
+        self._before: dict[int, Any] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+            threading.Thread(target=self._look_now_and_then, name="stop file, max_hours", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    # -- who asks --------------------------------------------------------------------------------------------------------
+
+    def heed_waiting(self, new: bool) -> None:
+        """A stop file that stands there at the start: of an earlier run where this one is ``new``, else meant.
+
+        Raises:
+            Interrupted: it is meant; the file is gone, so the same command goes on next time.
+        """
+        if not self.file.is_file():
+            return
+        if not new:
+            remove(self.file)
+            said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
+            raise Interrupted(said, None, self.folder, AGAIN)
+        if self.file.stat().st_mtime < started():
+            log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
+            remove(self.file)
+
+    def _heard(self, number: int, frame: Any) -> None:
+        name = self._seen if number == signal.SIGUSR1 and self._seen else signal.Signals(number).name
+        if name == CTRL_C and self.name is not None:
+            raise KeyboardInterrupt  # the second one
+        first, self.name = self.name is None, self.name or name
+        if not self._held:
+            self._leave()
+        elif first:
+            log.warning("%s: what is under way is finished and kept first", name)
+
+    def _look_now_and_then(self) -> None:
+        while not self._over.wait(SECONDS_BETWEEN_LOOKS):
+            self._seen = self._standing()
+            if self._seen is not None:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+
+    def _standing(self) -> str | None:
+        if self.file.is_file():
+            return STOP_FILE
+        late = self.max_hours is not None and hours_of_this_process() >= self.max_hours
+        return MAX_HOURS if late else None
+
+    def asked(self) -> str | None:
+        """Who has asked so far."""
+        self.name = self.name or self._standing()
+        return self.name
+
+    # -- what is answered ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Between two things that are done: ``Interrupted`` (or Ctrl-C) where somebody asked."""
+        if self.asked() is not None:
+            self._leave()
+
+    def _leave(self, step: int | None = None) -> None:
+        if self.name == CTRL_C:
+            where = "" if step is None else f" (step {step} of the training under way)"
+            raise Kept(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
+        if self.name == STOP_FILE:
+            remove(self.file)
+        raise Interrupted(str(self.name), step, self.folder, AGAIN)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What the block does is not broken off by a signal: ``check`` says where it may end, and at its end it may."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        self.check()
+
+    def before_each(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """``make``, which is called for one batch after the other, each on the disk before the next: it may end before one."""
+
+        @functools.wraps(make)
+        def made(*given: Any, **named: Any) -> Any:
+            self.check()
+            return make(*given, **named)
+
+        return made
+
+    @contextlib.contextmanager
+    def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
+        """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
+        self.check()
+        before = signal.signal(signal.SIGINT, self._heard) if self._before else None
+        self._held += 1
+        try:
+            yield StoppableTraining(place, identity, self.asked)
+        except TrainingStopped as stopped:
+            self._leave(stopped.step)
+        finally:
+            self._held -= 1
+            if self._before:
+                signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+
+
+def identity_of(rows: Any, made_from: Any) -> str:
+    """A digest of what a training follows from: its rows, its settings, the model that it begins with."""
+    return hashlib.sha256(json.dumps([rows, made_from], sort_keys=True, default=str).encode()).hexdigest()
+
+
+__all__ = ["AGAIN", "STOP_SETTINGS", "StopRequests", "identity_of"]

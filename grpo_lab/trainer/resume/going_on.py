@@ -1,0 +1,73 @@
+"""Where a training goes on: in the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
+
+TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run begins with the first of
+them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and others not at all. Here as many are
+drawn as epochs are over.
+
+transformers 5.17 makes one step more where a checkpoint has all steps already (its data loader begins before it counts). Here nothing
+is trained then: a finished run that is resumed stays where it is, to the bit. Callbacks hear of a beginning and an end, and
+``train_loss`` is that of the log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl.trainer.utils import RepeatSampler
+
+from grpo_lab.trainer.ranks.placed import Placed
+
+
+class GoingOn(Placed):
+    """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
+
+    _at_its_end: str | None = None
+    _order: Any = None
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._order = super()._get_train_sampler(dataset)
+        return self._order
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:  # fmt: skip
+        given = (max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
+        epochs, batches = super()._init_training_state(*given)
+        done = resume_from_checkpoint is not None and 0 < max_steps <= self.state.global_step
+        self._at_its_end = resume_from_checkpoint if done else None
+        if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
+            pass_epochs(self._order, epochs)
+        return (num_train_epochs, 0) if done else (epochs, batches)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            parts: Any = self.parts  # LabTrainer's
+            parts.due_evaluation.make_up()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        if self._at_its_end is not None:
+            self.say(f"all {self.state.max_steps} steps are done: nothing to train")
+            self._load_rng_state(self._at_its_end)
+            self._total_loss_scalar += logged_loss(self.state.log_history)
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def pass_epochs(sampler: Any, epochs: int) -> None:
+    """TRL's sampler as it is after so many epochs; any other is left alone (ours save where they are)."""
+    if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+        for _ in range(epochs):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+def logged_loss(history: list[dict[str, Any]]) -> float:
+    """Σ of the steps' losses, from logs that hold the mean since the one before."""
+    total, last = 0.0, 0
+    for row in history:
+        if "loss" in row:
+            total, last = total + row["loss"] * (row["step"] - last), row["step"]
+    return total
+
+
+__all__ = ["GoingOn", "logged_loss", "pass_epochs"]
