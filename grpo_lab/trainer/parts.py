@@ -110,6 +110,7 @@ class Parts:
         """Weights, optimizer and reference as the coming generation needs them."""
         self.weight_schedules.apply()
         if training:
+            self.guard.before_generation()
             self.reference.before_generation()
         if training and self.optimizer_reset is not None:
             self.optimizer_reset.before_generation()

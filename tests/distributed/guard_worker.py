@@ -99,14 +99,16 @@ def state_of(trainer: Any) -> Tensor:
     return torch.cat([*weights, *(local(e.detach()).flatten().float() for e in entries if isinstance(e, Tensor))])
 
 
-def build(model: str | Path, folder: Path, plant: Plant, kind: Any = LabTrainer, **changes: Any) -> Any:
+def build(
+    model: str | Path, folder: Path, plant: Plant, kind: Any = LabTrainer, reward: Any = None, **changes: Any
+) -> Any:
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": STEPS, "optim": "adamw_torch",
         "learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "objective": "dr_grpo", **changes,
     }  # fmt: skip
     trainer = kind(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        reward_funcs=named(plant.reward),
+        reward_funcs=reward or named(plant.reward),
         args=LabConfig(**arguments(folder, **settings)),
         train_dataset=problems(16),
         processing_class=AutoTokenizer.from_pretrained(model),

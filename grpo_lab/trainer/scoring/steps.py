@@ -17,7 +17,6 @@ from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 
-
 #: scores are compared with the resolution of float32, in which a larger one is infinite
 LARGEST = torch.finfo(torch.float32).max
 
@@ -46,7 +45,7 @@ class StepCalled:
         return [mean_score(steps) if bad is None else bad for steps, bad in zip(self.steps, infinite, strict=True)]
 
     def _scored(self, inputs: dict[str, Any]) -> list[StepScores]:
-        if not self.keep_infinite or getattr(type(self.reward), "__call__", None) is not StepReward.__call__:
+        if not self.keep_infinite or type(self.reward).__call__ is not StepReward.__call__:
             return self.reward(**inputs)
         return self.reward.checked(self.reward.score_steps(**inputs), inputs["completion_ids"], keep_infinite=True)
 
