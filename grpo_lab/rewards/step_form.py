@@ -12,11 +12,15 @@ StepScores = list[tuple[int, float | None]]
 
 
 def checked_steps(
-    scored: Any, completion_ids: Sequence[Sequence[int]], name: str, nan_rows: set[int] | None = None
+    scored: Any,
+    completion_ids: Sequence[Sequence[int]],
+    name: str,
+    nan_rows: set[int] | None = None,
+    keep_infinite: bool = False,
 ) -> list[StepScores]:
     """One list a completion, ends within it and ascending, scores finite or ``None`` (also for a NaN).
 
-    ``nan_rows`` gets the place of every completion with a step that was scored NaN.
+    ``nan_rows`` gets the place of every completion with a step that was scored NaN; ``keep_infinite``: an infinite score is handed on.
     """
     rows = _lists(scored, len(completion_ids), name)
     found: list[StepScores] = []
@@ -31,7 +35,7 @@ def checked_steps(
                     f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
                     f"ascend within the completion's {len(ids)} tokens (0 = first), and the one before is {last}"
                 )
-            if score is not None and math.isinf(score):
+            if score is not None and math.isinf(score) and not keep_infinite:
                 raise ValueError(
                     f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
                 )

@@ -60,8 +60,14 @@ class StepReward(ABC):
     ) -> list[StepScores]:
         """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
         scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
+        return self.checked(scored, completion_ids)
+
+    def checked(
+        self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
+    ) -> list[StepScores]:
+        """What ``score_steps`` answered, checked and counted; ``keep_infinite``: an infinite score is handed on."""
         nan_rows: set[int] = set()
-        steps = checked_steps(scored, completion_ids, self.name, nan_rows)
+        steps = checked_steps(scored, completion_ids, self.name, nan_rows, keep_infinite)
         self.not_numbers += len(nan_rows)
         return steps
 

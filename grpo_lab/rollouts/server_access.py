@@ -14,6 +14,7 @@ vLLM's own `--api-key` leaves every route open that does not begin with /v1, /v2
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
@@ -33,6 +34,8 @@ Send = Callable[[Message], Awaitable[None]]
 HOSTS_VARIABLE = "GRPO_LAB_SERVER_HOSTS"
 LIMIT_VARIABLE = "GRPO_LAB_SERVER_MAX_BYTES"
 MAX_BYTES = 256 * 1024**2
+#: seconds between two parts of a body
+BODY_PAUSE = 60.0
 #: 0.0.0.0: how TRL calls this machine where no address is set
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
@@ -191,7 +194,10 @@ def _host(header: bytes) -> str:
 async def _read(receive: Receive, limit: int) -> bytes:
     parts, size, more = [], 0, True
     while more:
-        message = await receive()
+        try:
+            message = await asyncio.wait_for(receive(), BODY_PAUSE)
+        except TimeoutError:
+            raise Refused(408, f"nothing more of the body came for {BODY_PAUSE:.0f} s") from None
         if message["type"] == "http.disconnect":
             raise Refused(400, "the connection ended before its body did")
         parts.append(message.get("body", b""))

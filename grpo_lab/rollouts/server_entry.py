@@ -2,7 +2,7 @@
 
 uvicorn reads with httptools where that is installed, which takes a header of any length, from whoever connects and before any
 token is asked for: one without end fills the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit
-(4 MiB) is in force with h11 only, so that is what reads here.
+(4 MiB) is in force with h11 only, so that is what reads here; and it waits for a head for ever, which `server_reader` ends.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def __getattr__(name: str) -> Any:
     if name != "Guard":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from uvicorn.protocols.http import auto
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from grpo_lab.rollouts.server_access import Guard
+    from grpo_lab.rollouts.server_reader import Reader
 
-    auto.AutoHTTPProtocol = H11Protocol
+    auto.AutoHTTPProtocol = Reader
     return Guard

@@ -7,6 +7,7 @@ TRL's client has retries but no time limit: a server that hangs, hangs the run. 
 from __future__ import annotations
 
 import http.client
+import json
 import subprocess
 import time
 import urllib.error
@@ -160,10 +161,23 @@ def server_errors(base_url: str, token: str | None = None) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def read_as_vllms(base_url: str) -> Iterator[None]:
+    """Inside the block answers are read; `ServerGone` for one that is not of the form of vLLM's."""
+    try:
+        yield
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
+        raise ServerGone(
+            f"what answers at {base_url} is no vLLM server, or one of another release ({type(odd).__name__}: {odd}): look at which "
+            "program listens at that port"
+        ) from odd
+
+
 def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
     """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
     with server_errors(base_url, token_of(session)):
         response = session.post(f"{base_url}{path}", json=dict(body))
     if response.status_code != 200:
         raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
-    return response.json()
+    with read_as_vllms(base_url):
+        return response.json()

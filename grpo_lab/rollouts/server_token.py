@@ -135,6 +135,8 @@ def write(file: Path, token: str) -> None:
 
 def read(file: Path) -> str:
     """The token in a file that nobody else can read. Raises ValueError otherwise."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"the token file {file} is no file")  # a pipe would be waited for
     with file.open("rb") as text:
         found = os.fstat(text.fileno())
         if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:

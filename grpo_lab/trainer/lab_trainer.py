@@ -250,7 +250,8 @@ class LabTrainer(GoingOn):
             super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        save_whole(self, model, trial, super()._save_checkpoint)
+        with trl_bridge.optimizer_saved_as_it_is(self):
+            save_whole(self, model, trial, super()._save_checkpoint)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
@@ -258,7 +259,7 @@ class LabTrainer(GoingOn):
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with trl_bridge.plain_cpu(self.args):
+        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
         self.parts.load(checkpoint)

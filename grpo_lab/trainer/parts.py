@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic.build import with_critic
 from grpo_lab.trainer.critic.files import WithTheBest
 from grpo_lab.trainer.critic.optimizer import CriticAlone
@@ -110,6 +111,7 @@ class Parts:
         """Weights, optimizer and reference as the coming generation needs them."""
         self.weight_schedules.apply()
         if training:
+            self.guard.before_generation()
             self.reference.before_generation()
         if training and self.optimizer_reset is not None:
             self.optimizer_reset.before_generation()
@@ -123,6 +125,7 @@ class Parts:
         if not self._only_model:
             together(lambda: self.reference.save(folder))
             together(lambda: self.kl.save(folder))
+            together(lambda: trl_bridge.name_those_without_moments(self.guard.trainer, folder))
 
     def load(self, checkpoint: str | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from grpo_lab import LabConfig, LabTrainer
+from grpo_lab import LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.trainer.step.guard import NumbersError
 from parity.harness import arguments, problems
 
@@ -95,18 +95,21 @@ def local(tensor: Tensor) -> Tensor:
 def state_of(trainer: Any) -> Tensor:
     """This rank's weights, moments and AdamW's counts, in one row."""
     weights = [local(p.detach()).flatten().float() for p in trainer.model.parameters()]
-    entries = [entry for state in trainer.optimizer.state.values() for entry in state.values()]
+    own = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    entries = [entry for parameter in own for entry in trainer.optimizer.state.get(parameter, {}).values()]
     return torch.cat([*weights, *(local(e.detach()).flatten().float() for e in entries if isinstance(e, Tensor))])
 
 
-def build(model: str | Path, folder: Path, plant: Plant, kind: Any = LabTrainer, **changes: Any) -> Any:
+def build(
+    model: str | Path, folder: Path, plant: Plant, kind: Any = LabTrainer, reward: Any = None, **changes: Any
+) -> Any:
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": STEPS, "optim": "adamw_torch",
         "learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "objective": "dr_grpo", **changes,
     }  # fmt: skip
     trainer = kind(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        reward_funcs=named(plant.reward),
+        reward_funcs=reward or named(plant.reward),
         args=LabConfig(**arguments(folder, **settings)),
         train_dataset=problems(16),
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -128,6 +131,22 @@ def shares(trainer: Any, name: str) -> list[float | None]:
     return [row.get(f"guard/{name}") for row in trainer.state.log_history if "loss" in row]
 
 
+def resumed_in_a_warm_up(model: str, folder: Path) -> list[bool]:
+    """From checkpoints in which no weight has moments (the first step was left out), and in which the critic's alone have: like the whole run?"""
+
+    def run(name: str, bad: dict[int, str], checkpoint: str | None = None) -> Tensor:
+        settings = {"objective": None, "value": {"warmup_steps": 2}, "lr_scheduler_type": "constant"}
+        trainer = build(
+            model, folder / name, Plant(bad), PPOTrainer, max_steps=4, save_strategy="steps", save_steps=1, **settings
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return state_of(trainer)
+
+    whole = run("warm", {1: "loss"})
+    again = [run(f"from-{step}", {}, str(folder / "warm" / f"checkpoint-{step}")) for step in (1, 2, 3)]
+    return [torch.equal(whole, one) for one in again]
+
+
 def main(model: str, out: str) -> None:
     torch.set_num_threads(1)
     folder, plant = Path(out), Plant(EACH, rank=1)
@@ -146,6 +165,7 @@ def main(model: str, out: str) -> None:
     except NumbersError as error:
         report["stopped"] = str(error)
     report["stopped after"] = row.moved
+    report["resumed"] = resumed_in_a_warm_up(model, folder)
     (folder / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(report))
     trainer.accelerator.wait_for_everyone()
 

@@ -1,4 +1,7 @@
-"""NaN on the second of two ranks: both leave the step out, count it alike, and stop together (DDP and FSDP2)."""
+"""NaN on the second of two ranks: both leave the step out, count it alike, and stop together (DDP and FSDP2).
+
+In the same launch: a resume where weights have no moments, which torch refuses under FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def test_one_ranks_nan_is_everybodys(sharding: str, tiny_folder: Path, tmp_path:
         assert report["finite"]
         assert report["stopped after"] == [True, True, False, False]  # the third bad step in a row does not end
         assert "checkpoint-2;" in report["stopped"]
+        assert report["resumed"] == [True, True, True]  # no weight has moments; the critic's alone have; all have
     main = reports[0]["guard"]
     assert main["left_out"] == [None, 1, 0, 1, 0, 1, 0, 1, 0]
     for step, kind in EACH.items():

@@ -353,6 +353,9 @@ def test_a_token_that_others_see_is_refused(state: Path, tmp_path: Path) -> None
         with pytest.raises(ValueError, match="chmod 600") as caught:
             read(file)
         assert TOKEN not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="is no file"):  # and it is not waited for
+        of_server(URL, tmp_path / "pipe")
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)

@@ -49,6 +49,7 @@ class Served:
     folder: Path
     process: subprocess.Popen[bytes]
     token: str = field(default="", repr=False)
+    silent: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -85,6 +86,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         while "the server is up" not in (folder / "out").read_text():
             assert process.poll() is None
             time.sleep(0.1)
+        running.silent = socket.create_connection(("127.0.0.1", port), timeout=30)
         yield running
     finally:
         if process.poll() is None:
@@ -160,6 +162,12 @@ def test_headers_without_end_are_cut_off(served: Served) -> None:
         with contextlib.suppress(ConnectionError):
             assert raw.recv(100)[:10] in (b"HTTP/1.1 4", b"")  # else it waits for more: TimeoutError
     assert served.ask("GET", "/health").status_code == 200
+
+
+def test_who_connects_and_says_nothing_is_let_go(served: Served) -> None:
+    """`server_reader` is what reads; how it does is in `test_server_reader.py`."""
+    assert served.silent is not None
+    assert served.silent.recv(100) == b""
 
 
 def test_sockets_between_its_processes_are_for_its_owner(served: Served) -> None:

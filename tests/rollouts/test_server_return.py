@@ -63,11 +63,13 @@ def test_what_the_command_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def answering(port: int, status: int = 200) -> Iterator[None]:
+def answering(port: int, status: int = 200, said: str = "") -> Iterator[None]:
     class Healthy(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
+            self.send_header("Content-Length", str(len(said)))
             self.end_headers()
+            self.wfile.write(said.encode())
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -125,6 +127,23 @@ def test_a_server_that_refuses_the_token_is_named_at_once() -> None:
     assert asked[0] >= 2  # read anew each time
     with answering(port, 401), pytest.raises(TokenRefused, match="this process has none"):
         wait_until_ready(url, 60)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "<html>", "{}", "[1]", '{"vllm_config": {}}', '{"data": [{"id": "m"}], "vllm_config": {}}']
+)
+def test_another_program_at_the_port_is_named(said: str) -> None:
+    """It answers everything with 200; before, the run ended with `KeyError: 'data'`, and after a loss without its checkpoint."""
+    port = free_port()
+    generation = SimpleNamespace(
+        accelerator=SimpleNamespace(is_main_process=True, num_processes=1, device="cpu"),
+        server_base_url=f"http://127.0.0.1:{port}", group_port=free_port(), server_timeout=5, max_completion_length=8,
+    )  # fmt: skip
+    with (
+        answering(port, said=said),
+        pytest.raises(ServerGone, match=rf"answers at http://127.0.0.1:{port} is no vLLM server"),
+    ):
+        server.connect(generation, ServerSettings(retries=1, backoff=0.1))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
+from grpo_lab.rewards import step_reward
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.trainer.ports import Faults, Phase
 from grpo_lab.trainer.scoring.scored import without_faulty
@@ -169,6 +170,43 @@ def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path
     assert plant.moved == [False, True, False, True]
     assert shares(trainer, "gradient")[:2] == [1, 0]
     assert shares(trainer, "advantage") == [0, 0, 1, 0]
+
+
+def test_an_infinite_score_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
+    """A step reward's stands for its completion; a number that float32 has not is infinite, too."""
+    plant = Plant({})
+
+    @step_reward
+    def scored(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
+        bad = {0: math.inf, 2: -1e39}.get(plant.trainer.state.global_step)
+        steps = [[(1, sum(ids) % 7 / 7), (2, sum(ids) % 5 / 5)] for ids in completion_ids]
+        return steps if bad is None else [*steps[:-1], [(1, -math.inf), (2, bad)]]
+
+    trainer = build(tiny_folder, tmp_path, plant, reward=scored, objective="grpo", advantage="process", max_steps=4)
+    trainer.train()
+    assert plant.moved == [False, True, False, True]
+    assert shares(trainer, "reward") == [1, 0, 1, 0]
+    facts, _ = read_bad_step(tmp_path / "bad_steps" / "step-000001")
+    assert facts["of_rank"][0]["said"] == ["reward function 'scored' returned -inf for completion 7 of 8"]
+    with pytest.raises(
+        ValueError, match="gave -inf to a step of completion 7"
+    ):  # without a guard: an error, as it always was
+        build(
+            tiny_folder, tmp_path / "off", plant, reward=scored, objective="grpo", advantage="process", guard="off"
+        ).train()
+
+
+def test_weights_that_the_optimizer_breaks(tiny_folder: Path, tmp_path: Path) -> None:
+    """Adam in fp16: ε = 1e-8 is 0 there, and so are small squares. All numbers that the guard sees are finite in step 1, the weights NaN after it."""
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=3, save_strategy="steps", save_steps=1)
+    trainer.model.half()
+    with pytest.raises(NumbersError) as stopped:
+        trainer.train()
+    said = str(stopped.value)
+    assert said.startswith("after step 1 the weights hold NaN or infinities, in ")
+    assert "After step 0 they were finite" in said
+    assert "There is no checkpoint" in said  # none before the bad one
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.slow

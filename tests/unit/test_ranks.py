@@ -95,12 +95,15 @@ def test_the_missing_are_named_first_then_those_elsewhere_then_those_that_wait_h
             raise RuntimeError(LATE)
         said = str(caught.value)
         others = RankWatch.others(watch_with_ledger())
+        lost = RankWatch.others(watch_with_ledger(), lost=True)
     assert said.startswith(
         "rank 0 of 6 waited 100 s at «step › rewards › gather», step 12, and not all ranks came (`ddp_timeout`). Rank 2"
     )
     assert f"Rank 2 is at «{here}», step 12, for 61 s: {line} (pid " in others
     assert "Rank 4 was last heard of 500 s ago (ended, or stopped), then at «step › rewards»" in others
     assert "(pid 77 on node7)" in others
+    assert f"Rank 2 was last heard of 0 s ago, then at «{here}», step 12, for 61 s" in lost  # it may be what has ended
+    assert "At the same place: rank 1" in lost
     assert "Rank 5 has said nothing" in others
     assert (
         others.index("Rank 5")

@@ -71,10 +71,10 @@ class RankWatch:
             what = f"{here} lost the connection to another rank {where}"
             then = "A rank that ended has its own error in its log, and it comes first"
         self._write()
-        return f"{what}. {self.others()}. {then}. The run goes on from its last checkpoint with --resume. torch says: {said}"
+        return f"{what}. {self.others(lost=kind != 'late')}. {then}. The run goes on from its last checkpoint with --resume. torch says: {said}"
 
-    def others(self) -> str:
-        """Where the other ranks are, those that are missing first."""
+    def others(self, lost: bool = False) -> str:
+        """Where the other ranks are, those that are missing first. ``lost``: one of them has ended, and its last word may be older."""
         try:
             if self._ledger is None:
                 raise OSError(self._why_no_ledger)
@@ -89,6 +89,8 @@ class RankWatch:
                 )
             elif (quiet := time.time() - entry.told) > SILENT * self.beat:
                 missing.append(f"Rank {rank} was last heard of {quiet:.0f} s ago (ended, or stopped), then at {entry}")
+            elif lost and not (entry.waits and entry.place == places.place() and entry.step == self._step()):
+                missing.append(f"Rank {rank} was last heard of {quiet:.0f} s ago, then at {entry}")
             elif not entry.waits:
                 missing.append(f"Rank {rank} is at {entry}")
             elif entry.place != places.place() or entry.step != self._step():

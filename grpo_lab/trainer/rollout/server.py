@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
-from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused
+from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused, read_as_vllms
 from grpo_lab.rollouts.sync import WeightSyncError
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
@@ -94,7 +94,11 @@ def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None
         generation.vllm_client = client
         return client.context
 
-    generation.context = on_main(generation.accelerator, talk)
+    def talk_to_vllm() -> int:
+        with read_as_vllms(url):
+            return talk()
+
+    generation.context = on_main(generation.accelerator, talk_to_vllm)
 
 
 def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:

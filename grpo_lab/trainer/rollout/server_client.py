@@ -27,6 +27,7 @@ from grpo_lab.rollouts.server_talk import (
     bound_session,
     got,
     post_json,
+    read_as_vllms,
     refusal,
     server_errors,
     wait_until_ready,
@@ -253,7 +254,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         try:
-            answer: dict[str, Any] = super().generate(*args, **kwargs)
+            with read_as_vllms(self.base_url):
+                answer: dict[str, Any] = super().generate(*args, **kwargs)
             check_answer(answer["logprobs"])
         except EngineFault:
             self.faulty = True

@@ -38,7 +38,7 @@ def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
     if scope_of(reward) == "group":
         return DeferredReward(name)
     if scope_of(reward) == "step":
-        return StepCalled(reward, name)
+        return StepCalled(reward, name, keep_infinite)
     if isinstance(reward, nn.Module):
         return reward
     kind = CheckedCoroutine if is_async_callable(reward) else CheckedReward

@@ -6,8 +6,10 @@ In the reward table a step reward's column holds the mean of a completion's step
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from grpo_lab.advantages import StepTable, reads_steps
@@ -15,20 +17,47 @@ from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 
+#: scores are compared with the resolution of float32, in which a larger one is infinite
+LARGEST = torch.finfo(torch.float32).max
+
 
 class StepCalled:
-    """Calls a step reward where TRL wants one number a completion, and keeps the steps."""
+    """Calls a step reward where TRL wants one number a completion, and keeps the steps.
 
-    def __init__(self, reward: StepReward, name: str) -> None:
-        self.reward, self.__name__ = reward, name
+    ``keep_infinite``: an infinite score stands for its completion, to be found in the gathered table (``without_infinite``); among the
+    steps it is None.
+    """
+
+    def __init__(self, reward: StepReward, name: str, keep_infinite: bool = False) -> None:
+        self.reward, self.__name__, self.keep_infinite = reward, name, keep_infinite
         self.steps: list[StepScores] = []
         self.not_numbers = 0
 
     def __call__(self, **inputs: Any) -> list[float | None]:
         before = getattr(self.reward, "not_numbers", 0)
-        self.steps = self.reward(**inputs)
+        scored = self._scored(inputs)
         self.not_numbers += getattr(self.reward, "not_numbers", 0) - before
-        return [mean_score(steps) for steps in self.steps]
+        infinite = [_infinite(steps) if self.keep_infinite else None for steps in scored]
+        self.steps = [
+            steps if bad is None else [(end, None if _is_infinite(score) else score) for end, score in steps]
+            for steps, bad in zip(scored, infinite, strict=True)
+        ]
+        return [mean_score(steps) if bad is None else bad for steps, bad in zip(self.steps, infinite, strict=True)]
+
+    def _scored(self, inputs: dict[str, Any]) -> list[StepScores]:
+        if not self.keep_infinite or type(self.reward).__call__ is not StepReward.__call__:
+            return self.reward(**inputs)
+        return self.reward.checked(self.reward.score_steps(**inputs), inputs["completion_ids"], keep_infinite=True)
+
+
+def _is_infinite(score: float | None) -> bool:
+    return score is not None and abs(score) > LARGEST
+
+
+def _infinite(steps: StepScores) -> float | None:
+    """The first score that is infinite, as what a completion got."""
+    bad = [score for _, score in steps if score is not None and _is_infinite(score)]
+    return math.copysign(math.inf, bad[0]) if bad else None
 
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -31,6 +30,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
+from grpo_lab.trainer.step.bad_weights import NumbersError, names_of_bad, refuse_bad_weights
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 STATE_FILE = "grpo_lab_guard.json"
 OF_STEP = ("loss", "gradient")
 KINDS = (*OF_STEP, *OF_BATCH)
-
-
-class NumbersError(FloatingPointError):
-    """Several optimizer steps in a row could not be taken (``guard.max_bad_steps``); ``grpo-lab`` exits with 4."""
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
@@ -68,6 +64,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._loss_is_bad: Tensor | None = None
         self._norm = torch.zeros(())
         self._left_out = False
+        self._finite_at = 0
 
     def seen(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss, as it is; nothing is read from the device."""
@@ -75,6 +72,26 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             bad = ~loss.detach().isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         return loss
+
+    def before_generation(self) -> None:
+        """No engine gets weights that are not finite, and nothing is sampled from them. Every rank."""
+        if self.faults is not None and self.trainer.state.global_step != self._finite_at:
+            self._refuse_broken_weights()
+
+    def _refuse_broken_weights(self) -> None:
+        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there).
+
+        Raises:
+            NumbersError: on every rank.
+        """
+        done = self.trainer.state.global_step
+        if bad := names_of_bad(self.trainer):
+            raise NumbersError(
+                f"after step {done} the weights hold NaN or infinities, {bad}, though all numbers of the steps taken were finite: look at "
+                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} they were finite; later "
+                f"checkpoints may hold the bad ones. {last_good(str(self.trainer.args.output_dir), self._finite_at, strictly=True)}"
+            )
+        self._finite_at = done
 
     def engine_fault(self, fault: Exception) -> None:
         """A log-prob of vLLM is not finite: the batch is bad; in an evaluation it is an error, as without a guard."""
@@ -136,6 +153,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
                 book.add_alike(f"guard/{kind}", torch.tensor(float(counts), device=device), 1)
 
     def _leave_out(self, bad: list[str], batch_end: int, settings: GuardSettings) -> None:
+        if set(bad) & set(OF_STEP):
+            self._refuse_broken_weights()
         again = not set(bad) & set(OF_STEP) and batch_end == self._counted
         self._counted = batch_end
         if not again:
@@ -177,7 +196,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._forget()
         self.faults.forget()
         refuse_bad_weights(self.trainer)
-        self.taken = state.global_step
+        self.taken = self._finite_at = state.global_step
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -226,30 +245,6 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             ) from error
 
 
-def refuse_bad_weights(trainer: StepPort) -> None:
-    """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
-
-    Raises:
-        NumbersError: on every rank, naming tensors.
-    """
-    weights = dict(trainer.model.named_parameters())
-    with at("whether the weights are finite"):
-        told = gather_object([[name for name, weight in weights.items() if not _is_finite(weight)]])
-    if bad := sorted({name for names in told for name in names}):
-        more = f" and {len(bad) - 3} more" if bad[3:] else ""
-        raise NumbersError(
-            f"the weights that the training starts from hold NaN or infinities, in {len(bad)} of {len(weights)} tensors "
-            f"({', '.join(bad[:3])}{more}): look at how the model or the checkpoint was made, saved or converted (bf16, fp16)"
-        )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    here = weight.to_local() if hasattr(weight, "to_local") else weight
-    if here.is_meta or not here.is_floating_point() or here.element_size() < 2:  # packed forms of a quantized model
-        return True
-    return bool(here.detach().isfinite().all())
-
-
 def _in_force(trainer: StepPort) -> GuardSettings | None:
     found = trainer.lab_settings.guard_in_force
     if found is None or not trainer.is_deepspeed_enabled:
@@ -263,21 +258,23 @@ def _in_force(trainer: StepPort) -> GuardSettings | None:
     return None
 
 
-def last_good(folder: str, taken: int) -> str:
+def last_good(folder: str, taken: int, strictly: bool = False) -> str:
     """A sentence that names the newest whole checkpoint with the weights of a step that was taken.
 
     Args:
         folder: ``output_dir``.
         taken: the last optimizer step that was taken.
+        strictly: none of a later step holds the same weights, so it is no resort, and ``--resume`` is not either.
     """
     places = [place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0]
     steps = sorted(step_of(place) for place in places if what_is_broken(place) is None)
-    good = [step for step in steps if step <= taken] or steps[:1]
+    good = [step for step in steps if step <= taken] or ([] if strictly else steps[:1])
     if not good:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
     named = f"{folder}/checkpoint-{good[-1]}"
+    newest = "remove those after it, then " if strictly else ""
     return (
-        f"Last good checkpoint: {named}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), or "
+        f"Last good checkpoint: {named}; once the cause is mended: {newest}`grpo-lab train … --resume` (from the newest one), or "
         f"trainer.train(resume_from_checkpoint={named!r})"
     )
 

@@ -8,6 +8,7 @@ that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl`
     rewards     what TRL calls a reward               replace    a name stands for something else inside a block
     reference   TRL's reference beside the policy
     values      a critic inside the policy's module
+    fsdp_optimizer  FSDP2's optimizer, saved and loaded as it is
 """
 
 from grpo_lab.trainer.trl_bridge.forwards import (
@@ -19,6 +20,11 @@ from grpo_lab.trainer.trl_bridge.forwards import (
     wants_old_log_probs,
     without_autocast,
     without_checkpointing,
+)
+from grpo_lab.trainer.trl_bridge.fsdp_optimizer import (
+    name_those_without_moments,
+    optimizer_loaded_as_it_was,
+    optimizer_saved_as_it_is,
 )
 from grpo_lab.trainer.trl_bridge.gradients import (
     backward,
@@ -90,6 +96,9 @@ __all__ = [
     "load_policy_adapter",
     "logged_rows",
     "may_bring_images",
+    "name_those_without_moments",
+    "optimizer_loaded_as_it_was",
+    "optimizer_saved_as_it_is",
     "overflow_of_scaler",
     "plain_cpu",
     "policy_parameters",
