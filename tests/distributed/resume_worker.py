@@ -72,7 +72,7 @@ def build(model: str, out: Path, **changes: Any) -> LabTrainer:
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=Judge(),
         args=LabConfig(**arguments(out, **settings), objective="dapo"),
-        train_dataset=problems(16),
+        train_dataset=problems(4),  # two steps an epoch: the checkpoint is in the second one
         processing_class=AutoTokenizer.from_pretrained(model),
     )
 
