@@ -24,7 +24,7 @@ def program_text(completion: str) -> str:
         chosen = [block for language, block in blocks if wanted(language)]
         if chosen:
             return chosen[-1].lstrip("\ufeff")
-    before, opened, answer = text.rpartition("<answer>")
+    _, opened, answer = text.rpartition("<answer>")
     inside, closed, _ = answer.partition("</answer>")
     return (inside if opened and closed else text).lstrip("\ufeff")
 

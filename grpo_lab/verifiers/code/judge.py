@@ -27,7 +27,13 @@ _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
 _PROGRAM_CHARACTERS = 1 << 20
 _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": view.INSIDE, "TMPDIR": view.INSIDE, "LANG": "C.UTF-8"}
-_ENVIRONMENT = {**_PLACES, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+_ENVIRONMENT = {
+    **_PLACES,
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
 
 
 def _boot() -> str:

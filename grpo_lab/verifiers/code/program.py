@@ -75,14 +75,16 @@ class Server:
         except Broken:
             raise
         except BaseException as error:  # the program's own, SystemExit and KeyboardInterrupt among them
-            return pack_error(error, next((number for mine, number in self.errors if mine is error), None))
+            again = next((number for mine, number in self.errors if mine is error), None)
+            return dict(pack_error(error, again))
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         if "load" in request:
             return self._load(request["load"])
         if "leave" in request:
             thing, error = self.objects[request["leave"]], request["error"]
-            about = (None, None, None) if error is None else (type(made := _as_error(error)), made, None)
+            theirs = None if error is None else _as_error(error)
+            about = (None if theirs is None else type(theirs), theirs, None)
             return {"value": bool(type(thing).__exit__(thing, *about)), "args": None}
         if "get" in request:
             return {"value": self._pack(self._find(request["get"])), "args": None}

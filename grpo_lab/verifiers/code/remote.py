@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.verifiers.code.stand_in import YES_OR_NO, RemoteObject
+from grpo_lab.verifiers.code.stand_in import DOC, YES_OR_NO, RemoteObject
 from grpo_lab.verifiers.code.wire import Broken, Channel, pack, pack_error, pack_name, refuse_tag, unpack
 
 _FUNCTIONS = (
@@ -89,7 +89,10 @@ class Program:
             raise ProgramGone(self.gone) from None
         if isinstance(answer, _Raised):
             ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
-            if ends and request.get("what") not in ("next", "anext"):  # `all(map(f, cases))` would end there, and be true
+            if ends and request.get("what") not in (
+                "next",
+                "anext",
+            ):  # `all(map(f, cases))` would end there, and be true
                 raise RuntimeError(f"the program raised {type(answer.error).__name__}")
             raise answer.error
         return answer
@@ -120,12 +123,14 @@ class Program:
         kinds = [(str(module), str(name)) for module, name in said["kinds"]]
         args = [unpack(one, refuse_tag) for one in said["args"]]
         if ("builtins", "SystemExit") in kinds and self._loaded:
-            return SystemExit(*args)  # as in one interpreter: a test may expect it; one that does not fails by it
+            left: BaseException = SystemExit(*args)
+            return left  # as in one interpreter: a test may expect it; one that does not fails by it
         if ("builtins", "Exception") not in kinds:
             self.gone = f"the program left by {kinds[:1]}"
             return ProgramGone(self.gone)
         if said["again"] is not None:
-            return self._own_errors[said["again"]]
+            number = int(said["again"])
+            return self._own_errors[number]
         return self._made(self.exception(kinds), args, str(said["text"]), said["held"])
 
     def _made(self, kind: type[Exception], args: list[Any], text: str, held: dict[str, Any]) -> Exception:
@@ -189,7 +194,7 @@ class Program:
         if kind == "coroutine":
             return self._later(number)
         if number not in self._objects:
-            made = self._classes.setdefault(str(kind), type(str(kind), (RemoteObject,), {"__doc__": RemoteObject.__dict__["__doc__"]}))
+            made = self._classes.setdefault(str(kind), type(str(kind), (RemoteObject,), {"__doc__": DOC}))
             self._objects[number] = made(self, number)
         return self._objects[number]
 

@@ -154,10 +154,9 @@ class RemoteObject:
     def __enter__(self) -> Any:
         return self._own("enter")
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Never swallows: ``with f(x) as y: assert y == 3`` is a test."""
         self._program.leave(self._number, None if error is None else pack_error(error)["raised"])
-        return False
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, RemoteObject) and self._ask("instance", value) is True
@@ -196,9 +195,26 @@ for _name in ("lt", "le", "gt", "ge"):
     setattr(RemoteObject, f"__{_name}__", _order(_name))
 for _name in ("abs", "neg", "pos", "invert"):
     setattr(RemoteObject, f"__{_name}__", _unary(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+):
     setattr(RemoteObject, f"__{_name.strip('_')}__", _binary("math", _name))
     setattr(RemoteObject, f"__r{_name.strip('_')}__", _binary("rmath", _name))
 
 
-__all__ = ["YES_OR_NO", "RemoteObject"]
+DOC = vars(RemoteObject)["__doc__"]
+"""Each class made under it needs its own: a class statement sets one."""
+
+__all__ = ["DOC", "YES_OR_NO", "RemoteObject"]

@@ -4,8 +4,8 @@ The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``chec
 neither they nor Python define are the program's, and are asked for over the channel. The model's code never runs in this process,
 so it cannot patch, trace, skip or read a test.
 
-A *test* is a statement that asserts (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none does, a
-statement that is a call. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
+A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none
+does, a statement that is a call; a ``check`` that is called more than once is a test a statement that calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
 ends the run.
 """
 
@@ -71,7 +71,9 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
-    def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()) -> None:
+    def tests(
+        self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()
+    ) -> None:
         """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
         try:
             self.program.load(source)
@@ -124,7 +126,9 @@ def same(value: Any, expected: Any) -> bool:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()}
+        return {
+            json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
+        }
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
@@ -211,7 +215,9 @@ class _Counter:
             return [*body, ast.parse(f"check({entry_point})").body[0]]
         functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
         called = [name for name in functions if not _calls(body, name)]
-        if check is not None and _called_once(body, "check") and _asserts_inside(check):
+        if check is not None and _calls(body, "check") and _asserts_inside(check):
+            if not _called_once(body, "check"):
+                return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
             check.body = self.marked(check.body)
             return body
         rest = self.marked(body, calls_too=not called)
@@ -259,7 +265,7 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """By one statement of its own. Called oftener, each of its calls is a test: what is inside would be more tests than are counted."""
+    """By one statement of its own. Called oftener, each statement that calls it is a test: what is inside would be more tests than are counted."""
     alone = [one for one in body if isinstance(one, ast.Expr) and _calls([one], name)]
     return len(alone) == len(_calls(body, name)) == 1
 

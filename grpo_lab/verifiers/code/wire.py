@@ -35,7 +35,10 @@ _DATES = ("datetime", "date", "time")  # in this order: a datetime is a date
 _OPAQUE = ("object", "function", "iterator", "name")
 _VIEWS = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 _DICTS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
-_TYPES = {kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, type(None))}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, type(None))
+}
 _NAMED_MODULES = ("builtins", "math", "operator", "string", "statistics", "itertools", "functools", "collections")
 
 
@@ -108,17 +111,22 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
             return {tag: [pack(one, opaque, depth + 1) for one in value]}
     for tag, kind in _VIEWS.items():
         if type(value) is kind:
-            return {tag: _pack_dict(dict(value) if tag == "items" else dict.fromkeys(value) if tag == "keys" else dict(enumerate(value)), opaque, depth + 1)}
+            return {tag: _pack_dict(_beneath(tag, value), opaque, depth + 1)}
     return _pack_scalar(value) or opaque(value)
 
 
 def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
     items = [[pack(k, opaque, depth), pack(v, opaque, depth)] for k, v in value.items()]
     if isinstance(value, collections.defaultdict):
-        made = value.default_factory
-        return {"defaultdict": [getattr(made, "__name__", None) if made in _TYPES.values() else None, items]}
+        made = next((name for name, kind in _TYPES.items() if kind is value.default_factory), None)
+        return {"defaultdict": [made, items]}
     kind = next((tag for tag in ("counter", "ordered") if isinstance(value, _DICTS[tag])), "dict")
     return {kind: items}
+
+
+def _beneath(tag: str, view: Any) -> dict[Any, Any]:
+    """A dictionary with this view."""
+    return dict(view) if tag == "items" else dict.fromkeys(view) if tag == "keys" else dict(enumerate(view))
 
 
 def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
@@ -236,7 +244,15 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
         text = ""
     held = {name: value for name, value in _plain_items(error) if isinstance(name, str) and not name.startswith("_")}
     args = _plain(error.args)
-    return {"raised": {"kinds": kinds, "text": text, "args": [text] if args is None else args["tuple"], "held": held, "again": again}}
+    return {
+        "raised": {
+            "kinds": kinds,
+            "text": text,
+            "args": [text] if args is None else args["tuple"],
+            "held": held,
+            "again": again,
+        }
+    }
 
 
 def _plain_items(error: BaseException) -> Any:
