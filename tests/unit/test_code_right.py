@@ -186,12 +186,7 @@ NOTHING = (
 )  # fmt: skip
 SENDS = "import json, os, struct\ndef send(o):\n    b = json.dumps(o).encode()\n    os.write(3, struct.pack('>I', len(b)) + b)\n"
 LIES = {
-    "an object whose difference to anything is nothing": (
-        NOTHING,
-        "assert not f(1) - 3\nassert not 3 - f(1)\nassert abs(f(1) - 3) < 1e-6\nassert f(1) - 3 == 0\nassert float(f(1) - 3) == 0\nassert len(f(1) ^ 3) == 0\nassert not any([f(1) - 3])\n"
-        "assert list(f(1) - 3) == []\nassert f(1) <= 3\nassert max(f(1), 3) == 3\nassert not (f(1) - 3) - (f(1) - 4)\nassert (f(1) - 3) < (f(1) - 4)\nassert not -(f(1) - 3)\nassert round(f(1) - 3) == 0\n"
-        "assert hash(f(1) - 3) == 0\nassert 3 in f(1)\nassert f(1) in {0: 1}\nwith f(1) as y:\n    assert y == 3\nwith f(1) as y:\n    assert y.no.such == 3",
-    ),
+    "an object that is nothing, and everything": (NOTHING, "assert f(1) <= 3\nassert max(f(1), 3) == 3\nassert 3 in f(1)\nassert f(1) in {0: 1}\nwith f(1) as y:\n    assert y == 3\nwith f(1) as y:\n    assert y.no.such == 3"),
     "a kind of number that lies": ("class f(float):\n    def __new__(c, x): return super().__new__(c, 0)\n    def __eq__(s, o): return True\n    def __sub__(s, o): return s\n    __hash__ = float.__hash__", "assert f(1) == 3\nassert f(1) - 3 == 0\nassert f(1) in {3}"),
     "fields that say yes": ("class N(tuple):\n    _fields = ('startswith', 'endswith')\ndef f(x): return N((lambda *a: True, lambda *a: True))", "assert f(1).startswith('a')\nassert f(1).endswith('a')"),
     "fields that are code": ("class N(tuple):\n    _fields = ('x=__import__(\"os\")._exit(0)',)\ndef f(x): return N((3,))", "assert f(1).x == 3\nassert f(1) == (3,)"),
@@ -206,6 +201,15 @@ LIES = {
     "a name with a NUL": ("class Q: pass\nimport __main__\nold = __main__.Server._keep\ndef new(s, v):\n    d = old(s, v)\n    d['object'][2] = 'a\\0b'\n    return d\n__main__.Server._keep = new\nf = lambda x: Q()", "assert f(1) == 3\nassert f(2) == 3"),
     "deeper than is read": ("def f(x):\n    y = 3\n    for _ in range(5000): y = [y]\n    return y", "assert f(1) == 3"),
 }  # fmt: skip
+
+
+def test_arithmetic_with_data_gives_no_data(share: CodeReward) -> None:
+    """What is expected may be in it: ``f(1) - 3`` of the program's objects is no 0, no truth, no number and no order of its own."""
+    questions = ("not f(1) - 3", "not 3 - f(1)", "abs(f(1) - 3) < 1e-6", "f(1) - 3 == 0", "float(f(1) - 3) == 0", "len(f(1) ^ 3) == 0", "not any([f(1) - 3])",
+                 "list(f(1) - 3) == []", "not (f(1) - 3) - (f(1) - 4)", "(f(1) - 3) < (f(1) - 4)", "not -(f(1) - 3)", "round(f(1) - 3) == 0", "hash(f(1) - 3) == 0")  # fmt: skip
+    number = "class N:\n    def __sub__(s, o): return 0\n    __rsub__ = __sub__\ndef f(x): return N()"
+    tests = ["\n".join(f"assert {one}" for one in questions), "assert f(1) - 3 == 0\nassert not 3 - f(1)"]
+    assert share(completions=[NOTHING, number], tests=tests) == [0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -109,8 +109,8 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
     for tag, kind in _LISTS.items():
         if isinstance(value, kind):
             return {tag: [pack(one, opaque, depth + 1) for one in value]}
-    for tag, kind in _VIEWS.items():
-        if type(value) is kind:
+    for tag, view in _VIEWS.items():
+        if type(value) is view:
             return {tag: _pack_dict(_beneath(tag, value), opaque, depth + 1)}
     return _pack_scalar(value) or opaque(value)
 
@@ -142,8 +142,9 @@ def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
 
 
 def _pack_scalar(value: Any) -> Any:
-    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-        return {"type": value.__name__}
+    if isinstance(value, type):
+        name = next((one for one, kind in _TYPES.items() if kind is value), None)
+        return None if name is None else {"type": name}
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else None
