@@ -143,7 +143,6 @@ class Program:
         for name, value in {} if own else held.items():
             if name.isidentifier() and not name.startswith("_"):
                 error.__dict__[name] = unpack(value, refuse_tag)
-        error.__dict__["_of_the_program"] = True
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:

@@ -60,7 +60,7 @@ class _Unit:
 
 def _lacks_a_module(error: BaseException | None) -> bool:
     """The tests' own import of what is not there. What the program raises has a message alone."""
-    return isinstance(error, ModuleNotFoundError) and error.name is not None and "_of_the_program" not in vars(error)
+    return isinstance(error, ModuleNotFoundError) and error.name is not None
 
 
 class Run:
