@@ -25,7 +25,7 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests | None:
         return Tests("assertions", value, entry_point) if value.strip() else None
     if isinstance(value, Mapping):
         named = next((value[name] for name in _FUNCTION if value.get(name)), None)
-        return _read_pairs(_columns(value), entry_point or named)
+        return _read_pairs(_columns(value), entry_point or named, wrapped=bool(value.get("fn_name")))
     if not isinstance(value, Sequence) or not len(value):
         return None
     if all(isinstance(one, str) for one in value):
@@ -63,13 +63,18 @@ def _of(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if name in row), None)
 
 
-def _read_pairs(pairs: list[tuple[Any, Any] | None], entry_point: str | None) -> Tests | None:
+def _read_pairs(pairs: list[tuple[Any, Any] | None], entry_point: str | None, wrapped: bool = False) -> Tests | None:
+    """``wrapped``: APPS and TACO put what a function must return into a list of one; where every row does, it is taken out, too."""
     whole = [pair for pair in pairs if pair is not None]
     if not whole or len(whole) < len(pairs):
         return None
     if entry_point is None:
         return Tests("pairs", [[_as_text(given), _as_text(expected)] for given, expected in whole])
-    calls = [(given if isinstance(given, list | tuple) else [given], expected) for given, expected in whole]
+    wrapped = wrapped and all(isinstance(expected, list) and len(expected) == 1 for _, expected in whole)
+    calls = [
+        (given if isinstance(given, list | tuple) else [given], expected, *(expected if wrapped else ()))
+        for given, expected in whole
+    ]
     try:
         return Tests("calls", packed_calls(calls), entry_point)
     except ValueError:

@@ -23,4 +23,15 @@ def _content_text(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
+    if isinstance(content, Sequence) and all(isinstance(part, dict | str) for part in content):
+        return "".join(_part_text(part) for part in content)
+    raise ValueError(
+        f"a message's content must be a string, None or a list of parts; got {type(content).__name__}: {content!r:.200}"
+    )
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if part.get("type", "text") == "text" else None
+    return text if isinstance(text, str) else ""

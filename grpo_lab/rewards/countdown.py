@@ -103,10 +103,16 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     try:
         value, used = value_and_numbers(left)
-        stated = Fraction(target) if not equals else value_and_numbers(right)[0]
+        stated = Fraction(target) if not equals else _stated(right)
     except NoExpression:
         return False
     return value == stated == target and Counter(used) == Counter(numbers)
+
+
+def _stated(text: str) -> Fraction:
+    """What an expression is said to be; a target below 0 has a sign."""
+    said = text.strip().translate(_SIGNS)
+    return -value_and_numbers(said[1:])[0] if said.startswith("-") else value_and_numbers(said)[0]
 
 
 class CountdownReward:

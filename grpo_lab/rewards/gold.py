@@ -20,7 +20,7 @@ def gold_answer(solution: Any) -> str | None:
     if isinstance(solution, bool) or solution is None:
         return None
     if isinstance(solution, (int, float)):
-        return _number(float(solution)) if isinstance(solution, float) else str(solution)
+        return _number(solution) if isinstance(solution, float) else _digits(solution)
     if not isinstance(solution, str) or not solution.strip():
         return None
     text = solution.strip()
@@ -30,6 +30,13 @@ def gold_answer(solution: Any) -> str | None:
     if (len(text) <= _SHORT and "\n" not in text and " " not in text) or is_expression(text.replace("$", "")):
         return stated_expression(text) or text
     return stated_expression(text) or number_in_words(text) or (text if _is_label(text) else None)
+
+
+def _digits(value: int) -> str | None:
+    try:
+        return str(value)
+    except ValueError:  # more digits than Python writes: no answer of a model's has them either
+        return None
 
 
 def _number(value: float) -> str | None:

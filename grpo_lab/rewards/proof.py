@@ -78,7 +78,7 @@ class ProofReward:
 
     def _score(self, text: str, sequent: str | None) -> float | None:
         try:
-            return float(why_not(text, sequent or "") == "")
+            return float(why_not(text, sequent if isinstance(sequent, str) else "") == "")
         except NoFormula:
             return None
 

@@ -96,14 +96,25 @@ class SortingReward:
         return [self._score(completion_text(text), row) for text, row in zip(completions, numbers, strict=True)]
 
     def _score(self, text: str, row: Sequence[int]) -> float | None:
-        if isinstance(row, str):
-            raise ValueError(f"`numbers` holds the text {row!r}; it must be a list of integers")
-        if row is None or len(row) == 0:
+        wanted = _integers(row)
+        if not wanted:
             return None
         found = _INTEGER.findall(text)
-        if len(found) != len(row):
+        if len(found) != len(wanted):
             return 0.0
-        return KINDS[self.kind]([int(x) for x in row], [_number(one) for one in found])
+        return KINDS[self.kind](wanted, [_number(one) for one in found])
+
+
+def _integers(row: Any) -> list[int]:
+    if row is None:
+        return []
+    try:
+        if not isinstance(row, str | bytes | dict):
+            return [int(one) for one in row]
+    except (TypeError, ValueError):
+        pass
+    kind = "text" if isinstance(row, str) else type(row).__name__
+    raise ValueError(f"`numbers` holds the {kind} {row!r:.200}; it must be a list of integers")
 
 
 __all__ = ["KINDS", "SortingReward"]

@@ -22,6 +22,10 @@ def score(text: str, numbers: list[Any], target: Any) -> float | None:
     [
         ("<answer>(3 + 5) * 4</answer>", [3, 4, 5], 32, 1.0),
         ("<answer>(3 + 5) * 4 = 32</answer>", [3, 4, 5], 32, 1.0),
+        ("<answer>3 - 5 = -2</answer>", [3, 5], -2, 1.0),
+        ("<answer>3 - 5 = −2</answer>", [3, 5], -2, 1.0),
+        ("<answer>3 - 5 = 2</answer>", [3, 5], -2, 0.0),
+        ("<answer>5 - 3 = --2</answer>", [3, 5], 2, 0.0),
         ("<answer>(3 + 5) × 4 = 33</answer>", [3, 4, 5], 32, 0.0),  # says another number than it is
         ("<answer>(3 + 5) * 4</answer>", [3, 4, 5], 33, 0.0),
         ("<answer>(3 + 5) * 4</answer>", [3, 4, 5, 5], 32, 0.0),  # one left over

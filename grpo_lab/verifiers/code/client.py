@@ -52,13 +52,13 @@ class Trial:
         return self.end != "unusable" and 0 < self.total == self.passed
 
 
-def packed_calls(calls: Sequence[tuple[Sequence[Any], Any]]) -> list[list[Any]]:
-    """``(arguments, expected)`` of function calls, ready to be sent. ``ValueError`` for what is no plain data."""
+def packed_calls(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError`` for what is no plain data."""
 
     def refuse(value: Any) -> Any:
         raise ValueError(f"a {type(value).__name__} is no plain data")
 
-    return [[pack(list(given), refuse), pack(expected, refuse)] for given, expected in calls]
+    return [[pack(list(given), refuse), *(pack(one, refuse) for one in accepted)] for given, *accepted in calls]
 
 
 class CodeJudge:

@@ -26,9 +26,14 @@ from grpo_lab.verifiers.code.wire import frame
 _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
 _PROGRAM_CHARACTERS = 1 << 20
-_RECURSION = 10_000
 _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": view.INSIDE, "TMPDIR": view.INSIDE, "LANG": "C.UTF-8"}
-_ENVIRONMENT = {**_PLACES, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+_ENVIRONMENT = {
+    **_PLACES,
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
 
 
 def _boot() -> str:
@@ -41,7 +46,7 @@ _BOOT = _boot()
 
 
 def _program(kind: str) -> None:
-    text = f"{_BOOT}\nrun({kind!r}, 3, {_RECURSION})"
+    text = f"{_BOOT}\nrun({kind!r}, 3)"
     os.execve(view.INTERPRETER, [view.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _ENVIRONMENT)
 
 

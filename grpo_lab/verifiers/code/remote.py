@@ -1,51 +1,27 @@
 """The program as its tester sees it: functions that are called in another process and give back plain data.
 
 What a test compares is data of the tester's own: a list that came over is a list, with Python's own ``==``. An object that is no
-plain data stays where it is, and a ``RemoteObject`` stands for it. Beside data it is never equal and has neither order nor
-arithmetic, so that an object that claims to equal everything, or to be less than everything, passes nothing.
+plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``).
 """
 
 from __future__ import annotations
 
-import builtins
 import collections
 import functools
+import operator
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.verifiers.code.wire import Broken, Channel, pack, pack_name, unpack
+from grpo_lab.verifiers.code.stand_in import DOC, YES_OR_NO, RemoteObject
+from grpo_lab.verifiers.code.wire import Broken, Channel, pack, pack_error, pack_name, refuse_tag, unpack
 
-_YES_OR_NO = frozenset(
-    [
-        "startswith",
-        "endswith",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isnumeric",
-        "isprintable",
-        "isspace",
-        "istitle",
-        "isupper",
-        "issubset",
-        "issuperset",
-        "isdisjoint",
-        "is_integer",
-        "match",
-        "fullmatch",
-        "difference",
-        "symmetric_difference",
-    ]
-)
-"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
-
-
+_FUNCTIONS = (
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller,
+)  # fmt: skip
 _FROM_PROGRAMS = (BaseException, list, tuple, dict, set, frozenset, collections.deque)
 
 
@@ -68,13 +44,19 @@ class Program:
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd)
         self._functions: list[Callable[..., Any]] = []
-        self._raised: dict[str, type[Exception]] = {}
+        self._coroutines: dict[int, tuple[Any, int]] = {}
+        self._objects: dict[int, RemoteObject] = {}
+        self._classes: dict[str, type[RemoteObject]] = {}
+        self._raised: dict[tuple[str, str], type[Exception]] = {}
+        self._own_errors: list[Exception] = []
+        self._loaded = False
         self.gone = ""
         self.names: frozenset[str] = frozenset()
 
     def load(self, source: str) -> None:
         """Runs the program's own text. Raises what it raises."""
         names = self._ask({"load": source})
+        self._loaded = True
         self.names = (
             frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
         )
@@ -90,6 +72,10 @@ class Program:
     def ask(self, number: int, what: str, *args: Any) -> Any:
         return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
 
+    def leave(self, number: int, error: Any) -> None:
+        """``__exit__`` of a context of the program's."""
+        self._ask({"leave": number, "error": error})
+
     def _ask(self, request: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
         if self.gone:
             raise ProgramGone(self.gone)
@@ -103,7 +89,10 @@ class Program:
             raise ProgramGone(self.gone) from None
         if isinstance(answer, _Raised):
             ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
-            if ends and request.get("what") != "next":  # `all(map(f, cases))` would end there, and be true
+            if ends and request.get("what") not in (
+                "next",
+                "anext",
+            ):  # `all(map(f, cases))` would end there, and be true
                 raise RuntimeError(f"the program raised {type(answer.error).__name__}")
             raise answer.error
         return answer
@@ -113,7 +102,7 @@ class Program:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()
         if "raised" in reply:
-            return _Raised(self._as_raised(*reply["raised"]))
+            return _Raised(self._as_raised(reply["raised"]))
         value = unpack(reply["value"], self._stand_in)
         for mine, changed in zip(args, reply.get("args") or ()):
             if changed is not None:
@@ -123,30 +112,50 @@ class Program:
     def _called_back(self, reply: dict[str, Any]) -> dict[str, Any]:
         function = self._functions[reply["back"]]
         args = [unpack(one, self._stand_in) for one in reply["args"]]
+        named = {str(name): unpack(one, self._stand_in) for name, one in reply["named"].items()}
         try:
-            return {"value": self._pack(function(*args))}
+            return {"value": self._pack(function(*args, **named))}
         except Exception as error:
-            return {"raised": [[kind.__name__ for kind in type(error).__mro__], str(error)[:1000]]}
+            self._own_errors.append(error)
+            return dict(pack_error(error, len(self._own_errors) - 1))
 
-    def _as_raised(self, kinds: list[str], message: str) -> BaseException:
-        names = [str(kind) for kind in kinds]
-        if "Exception" not in names:
-            self.gone = f"the program left by {names[:1]}"
+    def _as_raised(self, said: dict[str, Any]) -> BaseException:
+        kinds = [(str(module), str(name)) for module, name in said["kinds"]]
+        args = [unpack(one, refuse_tag) for one in said["args"]]
+        if ("builtins", "SystemExit") in kinds and self._loaded:
+            left: BaseException = SystemExit(*args)
+            return left  # as in one interpreter: a test may expect it; one that does not fails by it
+        if ("builtins", "Exception") not in kinds:
+            self.gone = f"the program left by {kinds[:1]}"
             return ProgramGone(self.gone)
-        kind = self.exception(names)
-        try:
-            return kind(str(message))
-        except TypeError:  # UnicodeDecodeError and its like take more than a message
-            return ValueError(str(message))
+        if said["again"] is not None:
+            number = int(said["again"])
+            return self._own_errors[number]
+        return self._made(self.exception(kinds), args, str(said["text"]), said["held"])
 
-    def exception(self, names: list[str]) -> type[Exception]:
+    def _made(self, kind: type[Exception], args: list[Any], text: str, held: dict[str, Any]) -> Exception:
+        own = kind.__module__ == "builtins"
+        try:
+            error = kind(*args) if own else kind.__new__(kind, *args)
+        except TypeError:
+            error = ValueError(text)
+        error.__dict__["_text"] = text
+        for name, value in {} if own else held.items():
+            if name.isidentifier() and not name.startswith("_"):
+                error.__dict__[name] = unpack(value, refuse_tag)
+        return error
+
+    def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
         """The class of that name: Python's own, or one made here for one of the program's, under its nearest of Python's."""
-        own = getattr(builtins, names[0], None)
-        if isinstance(own, type) and issubclass(own, Exception):
-            return own
-        if names[0] not in self._raised:
-            self._raised[names[0]] = type(names[0], (self.exception(names[1:]),), {})
-        return self._raised[names[0]]
+        module, name = kinds[0]
+        if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
+            own = getattr(sys.modules.get(module), name, None)
+            if isinstance(own, type) and issubclass(own, Exception):
+                return own
+        if kinds[0] not in self._raised:
+            base = self.exception(kinds[1:])
+            self._raised[kinds[0]] = type(name, (base,), {"__str__": lambda mine: mine.__dict__.get("_text", "")})
+        return self._raised[kinds[0]]
 
     def _pack(self, value: Any) -> Any:
         return pack(value, self._send_opaque)
@@ -154,6 +163,10 @@ class Program:
     def _send_opaque(self, value: Any) -> Any:
         if isinstance(value, RemoteObject):
             return {"object": value._number}
+        if isinstance(getattr(value, "_remote", None), int):  # a named tuple of the program's
+            return {"object": value._remote}
+        if id(value) in self._coroutines:
+            return {"object": self._coroutines[id(value)][1]}
         named = pack_name(value)
         if named is not None:
             return named
@@ -161,17 +174,54 @@ class Program:
             raise TypeError(
                 "too deep, or an exception: a program may have made it so, and must not make a test unusable"
             )
-        if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        if hasattr(type(value), "__next__") and not hasattr(value, "read"):
+            self._functions.append(functools.partial(next, value))
+            return {"iterator": len(self._functions) - 1}
+        if not isinstance(value, _FUNCTIONS):
             raise Unsendable(f"a {type(value).__name__} of the tests cannot be handed to the program")
         self._functions.append(value)
-        return {"function": len(self._functions) - 1}
+        return {"function": [len(self._functions) - 1, getattr(value, "__name__", "function")]}
 
     def _stand_in(self, tag: str, reference: Any) -> Any:
+        if tag == "named":
+            return _named(*reference)
         if tag != "object" or not isinstance(reference[0], int):
             raise Broken("no reference of the program's")
-        if reference[1] and "Exception" in reference[1]:
-            return self.exception([str(name) for name in reference[1]])
-        return RemoteObject(self, reference[0])
+        number, about, kind = reference
+        if about and ["builtins", "Exception"] in about:
+            return self.exception([(str(module), str(name)) for module, name in about])
+        if kind == "coroutine":
+            return self._later(number)
+        if number not in self._objects:
+            made = self._classes.setdefault(str(kind), type(str(kind), (RemoteObject,), {"__doc__": DOC}))
+            self._objects[number] = made(self, number)
+        return self._objects[number]
+
+    def _later(self, number: int) -> Any:
+        """A coroutine here for one there: run there when it is awaited here."""
+
+        async def wait() -> Any:
+            return self.ask(number, "await")
+
+        coroutine = wait()
+        self._coroutines[id(coroutine)] = coroutine, number
+        return coroutine
+
+
+@functools.lru_cache(maxsize=256)
+def _named_class(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    if YES_OR_NO & set(fields):
+        raise Broken("fields that are named as questions of plain data")
+    return type(name, (collections.namedtuple(name, fields),), {})
+
+
+def _named(name: str, fields: list[str], values: list[Any], reference: dict[str, Any]) -> Any:
+    """A named tuple of the program's; handed back, it is the object that it was."""
+    value: Any = _named_class(name, tuple(fields))(*values)
+    if not isinstance(reference["object"][0], int):
+        raise Broken("no reference of the program's")
+    value._remote = reference["object"][0]
+    return value
 
 
 def _write_into(mine: Any, changed: Any) -> None:
@@ -184,61 +234,3 @@ def _write_into(mine: Any, changed: Any) -> None:
     elif isinstance(mine, collections.deque) and isinstance(changed, collections.deque):
         mine.clear()
         mine.extend(changed)
-
-
-class RemoteObject:
-    """Stands for an object in the program's process: can be called, asked for attributes and items, gone through."""
-
-    def __init__(self, program: Program, number: int) -> None:
-        object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_number", number)
-
-    def _ask(self, what: str, *args: Any) -> Any:
-        return self._program.ask(self._number, what, *args)
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._program.call(self._number, args, named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _YES_OR_NO or (name.startswith("__") and name not in ("__name__", "__doc__", "__dict__")):
-            raise AttributeError(name)
-        return self._ask("attr", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("put", key, value)
-
-    def __len__(self) -> int:
-        return int(self._ask("len"))
-
-    def __bool__(self) -> bool:
-        return self._ask("bool") is True
-
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __contains__(self, value: Any) -> bool:
-        return any(value == one for one in self)  # gone through here: the program does not get to say yes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteObject) and (self._number == other._number or self._ask("same", other) is True)
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-    def __str__(self) -> str:
-        return str(self._ask("str"))
-
-    def __repr__(self) -> str:
-        return str(self._ask("repr"))
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, RemoteObject) and self._ask("instance", value) is True

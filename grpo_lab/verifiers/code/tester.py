@@ -4,8 +4,8 @@ The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``chec
 neither they nor Python define are the program's, and are asked for over the channel. The model's code never runs in this process,
 so it cannot patch, trace, skip or read a test.
 
-A *test* is a statement that asserts (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none does, a
-statement that is a call. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
+A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none
+does, a statement that is a call; a ``check`` that is called more than once is a test a statement that calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
 ends the run.
 """
 
@@ -14,15 +14,17 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import os
 import random
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_lab.verifiers.code.remote import Program, ProgramGone, Unsendable
-from grpo_lab.verifiers.code.wire import unpack
+from grpo_lab.verifiers.code.wire import RECURSION, refuse_tag, unpack
 
 UNIT = "__one_test__"
 _DEFINES_BY_NAME = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
@@ -69,12 +71,14 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
-    def tests(self, code: types.CodeType, entry_point: str | None, source: str) -> None:
+    def tests(
+        self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()
+    ) -> None:
         """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
         try:
             self.program.load(source)
-            names = Names(self.program)
-            if entry_point is not None:
+            names = Names(self.program, called)
+            if entry_point is not None and entry_point.isidentifier():
                 names[entry_point] = self.program.get(entry_point)
             names[UNIT] = lambda: _Unit(self)
             self._offer_as_module()
@@ -88,14 +92,19 @@ class Run:
         """Input/output pairs of a function: ``entry_point(*input) == output``."""
         try:
             self.program.load(source)
-            function = self.program.get(entry_point)
-            for given, expected in pairs:
+            function = self._function(entry_point)
+            for given, *accepted in pairs:
                 with _Unit(self):
-                    args, wanted = unpack(given, _nothing_else), unpack(expected, _nothing_else)
-                    assert same(function(*args), wanted)
+                    found = function(*unpack(given, refuse_tag))
+                    assert any(same(found, unpack(one, refuse_tag)) for one in accepted)
             self.report(b".")
         except (_Enough, ProgramGone, Exception):
             return
+
+    def _function(self, entry_point: str) -> Any:
+        """A name of the program's, or ``Solution().name``."""
+        owner, dot, name = entry_point.partition("().")
+        return getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
 
     def _offer_as_module(self) -> None:
         """``from solution import f``, as some data sets write it."""
@@ -110,43 +119,45 @@ class Run:
         sys.modules["solution"] = module
 
 
-def _nothing_else(tag: str, reference: Any) -> Any:
-    raise NoTests(f"{tag} in an input/output pair")
-
-
 def same(value: Any, expected: Any) -> bool:
-    """Equal; a tuple is as good as a list, which JSON has alone."""
-    return bool(value == expected) or _as_lists(value) == _as_lists(expected)
+    """Equal; a tuple is as good as a list, and a dictionary as one whose keys are texts, which JSON has alone."""
+    return bool(value == expected) or _as_json(value) == _as_json(expected)
 
 
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
+        }
+    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class Names(dict[str, Any]):
-    """The tests' own names; then Python's; then modules of the standard library; then the program's."""
+    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the program's."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
         self._program = program
+        self._called = called
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)  # Python looks there next
-        if name in sys.stdlib_module_names:
+        if name in sys.stdlib_module_names and name not in self._called:
             return importlib.import_module(name)
         if name not in self._program.names:
             raise KeyError(name)
         return self._program.get(name)
 
 
-def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int]:
-    """The tests with every one of them marked, and how many there are. ``NoTests`` where that is none."""
+def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
+    """The tests with every one of them marked, how many there are, and the names that they only call. ``NoTests`` where that is none."""
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
             raise NoTests("nothing in the tests can fail: they have no `assert`")
-        if entry_point is None and not _asked_for(tree):
+        called = _only_called(tree)
+        if entry_point is None and not _asked_for(tree, called):
             raise NoTests(
                 "the tests use nothing of the program; for a function named as one of Python's own, name the `entry_point`"
             )
@@ -156,12 +167,20 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int]:
         tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
         if not counter.count:
             raise NoTests("nothing in the tests is an assertion or a call")
-        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count
+        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count, called
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoTests(f"the tests are no Python: {error}") from None
 
 
-def _asked_for(tree: ast.Module) -> set[str]:
+def _only_called(tree: ast.Module) -> frozenset[str]:
+    """Names that stand nowhere but before a call's bracket: no module can be meant (``select([2, 1])``)."""
+    nodes = list(ast.walk(tree))
+    calls = [one.func.id for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
+    uses = Counter(one.id for one in nodes if isinstance(one, ast.Name))
+    return frozenset(name for name, times in Counter(calls).items() if times == uses[name])
+
+
+def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
     """The names that the tests use and neither they nor Python define; and ``solution``, where they import from that."""
     nodes = list(ast.walk(tree))
     used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
@@ -171,7 +190,7 @@ def _asked_for(tree: ast.Module) -> set[str]:
     imported = [one for one in nodes if isinstance(one, ast.alias)]
     made |= {(one.asname or one.name).partition(".")[0] for one in imported}
     whence = {one.module for one in nodes if isinstance(one, ast.ImportFrom)} | {one.name for one in imported}
-    return (used - made - set(dir(builtins)) - sys.stdlib_module_names) | ({"solution"} & whence)
+    return (used - made - set(dir(builtins)) - (sys.stdlib_module_names - called)) | ({"solution"} & whence)
 
 
 def _is_test_case(node: ast.ClassDef) -> bool:
@@ -197,6 +216,8 @@ class _Counter:
         functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
         called = [name for name in functions if not _calls(body, name)]
         if check is not None and _calls(body, "check") and _asserts_inside(check):
+            if not _called_once(body, "check"):
+                return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
             check.body = self.marked(check.body)
             return body
         rest = self.marked(body, calls_too=not called)
@@ -218,7 +239,14 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _asserts_inside(statement: ast.stmt) -> bool:
-    return any(isinstance(n, ast.Assert) and not isinstance(n.test, ast.Constant) for n in ast.walk(statement))
+    return any(_can_fail(one) for one in ast.walk(statement))
+
+
+def _can_fail(node: ast.AST) -> bool:
+    """``assert False``, where nothing should come, and ``raise`` can; ``assert True`` cannot."""
+    if isinstance(node, ast.Assert):
+        return not (isinstance(node.test, ast.Constant) and node.test.value)
+    return isinstance(node, ast.Raise)
 
 
 def _is_call(statement: ast.stmt) -> bool:
@@ -230,19 +258,26 @@ def _is_test(function: ast.FunctionDef) -> bool:
     return function.name.startswith("test") and not (given.args or given.posonlyargs or given.kwonlyargs)
 
 
-def _calls(body: list[ast.stmt], name: str) -> bool:
+def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
     outside = [one for one in body if not isinstance(one, ast.FunctionDef)]
     calls = [n.func for one in outside for n in ast.walk(one) if isinstance(n, ast.Call)]
-    return any(isinstance(function, ast.Name) and function.id == name for function in calls)
+    return [function for function in calls if isinstance(function, ast.Name) and function.id == name]
+
+
+def _called_once(body: list[ast.stmt], name: str) -> bool:
+    """By one statement of its own. Called oftener, each statement that calls it is a test: what is inside would be more tests than are counted."""
+    alone = [one for one in body if isinstance(one, ast.Expr) and _calls([one], name)]
+    return len(alone) == len(_calls(body, name)) == 1
 
 
 def run(job: dict[str, Any], channel: int, report: int) -> None:
     """Entry point of the tester's process."""
     random.seed(0)  # tests that draw their cases draw the same ones for every program
+    sys.setrecursionlimit(RECURSION)
     program = Program(channel)
     one_run = Run(program, lambda sign: os.write(report, sign), job["stop_early"])
     if job["kind"] == "calls":
         one_run.calls(job["tests"], job["entry_point"], job["program"])
     else:
-        code, _ = compiled(job["tests"], job["entry_point"])
-        one_run.tests(code, job["entry_point"], job["program"])
+        code, _, called = compiled(job["tests"], job["entry_point"])
+        one_run.tests(code, job["entry_point"], job["program"], called)

@@ -21,7 +21,7 @@ WALLS = ("namespaces", "user", "seccomp", "landlock", "limits")
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _FIRST_USER = 1_000_000_000
 _NOBODY = 65534
-_OPEN_FILES, _THREADS = 64, 64
+_OPEN_FILES, _PROCESSES, _THREADS = 64, 64, 256
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -
         folder = view.INSIDE
     else:
         os.chdir(folder)
-    _limit(allowance, counted="namespaces" in walls or "user" in walls)
+    counted = "namespaces" in walls or "user" in walls  # elsewhere the user's other processes would count
+    _limit(allowance, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
     if "user" in walls:
         become(job_user(job))
     elif "namespaces" in walls:
@@ -100,7 +101,7 @@ def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -
         kernel.install_filter(seccomp.filter_of(None if "namespaces" in walls else os.getpid()))
 
 
-def _limit(allowance: Allowance, *, counted: bool) -> None:
+def _limit(allowance: Allowance, processes: int | None) -> None:
     seconds = max(1, -int(-allowance.cpu_seconds // 1))
     wanted = {
         resource.RLIMIT_CPU: seconds,
@@ -110,8 +111,8 @@ def _limit(allowance: Allowance, *, counted: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
-    if counted:  # elsewhere the user's other processes would count
-        wanted[resource.RLIMIT_NPROC] = _THREADS
+    if processes is not None:
+        wanted[resource.RLIMIT_NPROC] = processes
     for which, most in wanted.items():
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)

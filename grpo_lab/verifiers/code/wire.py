@@ -4,10 +4,13 @@ Its source is also run inside the program's process (``program``), so it stands 
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
+    {"counter": [[key, n], ...]}, {"ordered": ...}, {"defaultdict": ["list", [[key, value], ...]]}, {"keys" | "values" | "items": a dict}
+    {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}
     {"int": "hex"} (large), {"bytes": "hex"}, {"bytearray": "hex"}, {"complex": [re, im]}, {"range": [a, b, c]}
     {"decimal": "1.5"}, {"fraction": ["hex", "hex"]}, {"date" | "time" | "datetime": iso}, {"timedelta": [days, s, us]}
     {"name": ["module", "name"]}             a function or class of the standard library, from the tester to the program only
-    {"object": ...}, {"function": n}         what stands for anything else of the program's; for a function of the tester's
+    {"object": ...}                          what stands for anything else of the program's
+    {"function": [n, name]}, {"iterator": n} what stands for a function of the tester's, for what it goes through
 """
 
 from __future__ import annotations
@@ -22,12 +25,20 @@ from typing import Any
 
 MOST_BYTES = 32 << 20
 """A longer message is not read."""
-MOST_DEPTH = 300
+MOST_DEPTH = 900
+RECURSION = 10_000
+"""What both sides recurse to: a dictionary takes three levels of JSON."""
 _HEADER = struct.Struct(">I")
 _SAFE_INT = 1 << 53
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 _DATES = ("datetime", "date", "time")  # in this order: a datetime is a date
-_OPAQUE = ("object", "function", "name")
+_OPAQUE = ("object", "function", "iterator", "name")
+_VIEWS = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+_DICTS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, type(None))
+}
 _NAMED_MODULES = ("builtins", "math", "operator", "string", "statistics", "itertools", "functools", "collections")
 
 
@@ -92,14 +103,51 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [pack(one, opaque, depth + 1) for one in value]
     if isinstance(value, dict):
-        return {"dict": [[pack(k, opaque, depth + 1), pack(v, opaque, depth + 1)] for k, v in value.items()]}
+        return _pack_dict(value, opaque, depth + 1)
+    if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
+        return _pack_named(value, opaque, depth + 1)
     for tag, kind in _LISTS.items():
         if isinstance(value, kind):
             return {tag: [pack(one, opaque, depth + 1) for one in value]}
+    for tag, view in _VIEWS.items():
+        if type(value) is view:
+            return {tag: _pack_dict(_beneath(tag, value), opaque, depth + 1)}
     return _pack_scalar(value) or opaque(value)
 
 
+def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
+    items = [[pack(k, opaque, depth), pack(v, opaque, depth)] for k, v in value.items()]
+    if isinstance(value, collections.defaultdict):
+        made = next((name for name, kind in _TYPES.items() if kind is value.default_factory), None)
+        return {"defaultdict": [made, items]}
+    kind = next((tag for tag in ("counter", "ordered") if isinstance(value, _DICTS[tag])), "dict")
+    return {kind: items}
+
+
+def _beneath(tag: str, view: Any) -> dict[Any, Any]:
+    """A dictionary with this view."""
+    return dict(view) if tag == "items" else dict.fromkeys(view) if tag == "keys" else dict(enumerate(view))
+
+
+def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
+    """A named tuple: its values, and what stands for it, so that it comes back as itself."""
+    try:
+        reference = opaque(value)
+    except (TypeError, ValueError):  # the tests' own
+        reference = None
+    if reference is not None and isinstance(reference["object"], int):
+        return reference  # the program's, on its way back
+    fields = [str(one) for one in value._fields]
+    return {"named": [type(value).__name__, fields, [pack(one, opaque, depth) for one in tuple(value)], reference]}
+
+
 def _pack_scalar(value: Any) -> Any:
+    if isinstance(value, type):
+        name = next((one for one, kind in _TYPES.items() if kind is value), None)
+        return None if name is None else {"type": name}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else None
     if isinstance(value, bytes | bytearray):
         return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
     if isinstance(value, complex):
@@ -150,8 +198,15 @@ def _unpack(data: Any, opaque: Any) -> Any:
     if isinstance(data, list):
         return [_unpack(one, opaque) for one in data]
     ((tag, inside),) = data.items()
-    if tag == "dict":
-        return {_unpack(key, opaque): _unpack(value, opaque) for key, value in inside}
+    if tag in _DICTS:
+        return _DICTS[tag]({_unpack(key, opaque): _unpack(value, opaque) for key, value in inside})
+    if tag == "defaultdict":
+        made = {_unpack(key, opaque): _unpack(value, opaque) for key, value in inside[1]}
+        return collections.defaultdict(_TYPES.get(inside[0]), made)
+    if tag in _VIEWS:
+        return getattr(_unpack(inside, opaque), tag)()
+    if tag == "named":
+        return opaque(tag, [inside[0], inside[1], [_unpack(one, opaque) for one in inside[2]], inside[3]])
     if tag in _LISTS:
         return _LISTS[tag]([_unpack(one, opaque) for one in inside])
     return opaque(tag, inside) if tag in _OPAQUE else _unpack_scalar(tag, inside)
@@ -164,6 +219,10 @@ def _unpack_scalar(tag: str, inside: Any) -> Any:
         return (bytes if tag == "bytes" else bytearray).fromhex(inside)
     if tag == "complex":
         return complex(*inside)
+    if tag == "type":
+        return _TYPES[inside]
+    if tag == "slice":
+        return slice(*inside)
     if tag == "range":
         return range(*(int(one, 16) for one in inside))
     if tag == "decimal":
@@ -175,3 +234,49 @@ def _unpack_scalar(tag: str, inside: Any) -> Any:
     if tag in _DATES:
         return getattr(importlib.import_module("datetime"), tag).fromisoformat(inside)
     raise Broken(f"an unknown kind of value {tag!r:.40}")
+
+
+def pack_error(error: BaseException, again: int | None = None) -> Any:
+    """An exception as data: its classes, its text, its arguments and attributes as far as they are plain. ``again``: the other side's own."""
+    kinds = [[str(kind.__module__), kind.__name__] for kind in type(error).__mro__]
+    try:
+        text = str(error)[:1000]
+    except BaseException:
+        text = ""
+    held = {name: value for name, value in _plain_items(error) if isinstance(name, str) and not name.startswith("_")}
+    args = _plain(error.args)
+    return {
+        "raised": {
+            "kinds": kinds,
+            "text": text,
+            "args": [text] if args is None else args["tuple"],
+            "held": held,
+            "again": again,
+        }
+    }
+
+
+def _plain_items(error: BaseException) -> Any:
+    given = vars(error)
+    found = ((name, _plain(given[name])) for name in list(given)[:50]) if type(given) is dict else ()
+    return [(name, value) for name, value in found if value is not None]
+
+
+def _plain(value: Any) -> Any:
+    """Packed, or None for what is no plain data, or long."""
+    try:
+        packed = pack(value, _refuse)
+        return packed if len(json.dumps(packed)) < 10_000 else None
+    except Exception:
+        return None
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError("no plain data")
+
+
+def refuse_tag(tag: str, inside: Any) -> Any:
+    """For ``unpack`` where nothing can be referred to."""
+    if tag == "named":
+        return tuple(inside[2])
+    raise Broken(f"{tag} where only plain data is taken")
