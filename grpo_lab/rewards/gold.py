@@ -20,7 +20,7 @@ def gold_answer(solution: Any) -> str | None:
     if isinstance(solution, bool) or solution is None:
         return None
     if isinstance(solution, (int, float)):
-        return _number(solution) if isinstance(solution, float) else _digits(solution)
+        return _number(solution) if isinstance(solution, float) else digits(solution)
     if not isinstance(solution, str) or not solution.strip():
         return None
     text = solution.strip()
@@ -32,10 +32,11 @@ def gold_answer(solution: Any) -> str | None:
     return stated_expression(text) or number_in_words(text) or (text if _is_label(text) else None)
 
 
-def _digits(value: int) -> str | None:
+def digits(value: int) -> str | None:
+    """An integer as text; None where it has more digits than Python writes (no answer of a model's has them either)."""
     try:
         return str(value)
-    except ValueError:  # more digits than Python writes: no answer of a model's has them either
+    except ValueError:
         return None
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.gold import digits
 
 _HASHED = re.compile(r"#### (-?[0-9.,]+)")
 
@@ -55,7 +56,10 @@ class HashesReward:
         return [self._score(completion_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
 
     def _score(self, text: str, gold: Any) -> float | None:
-        expected = "" if gold is None or isinstance(gold, bool) else str(gold).strip().replace(",", "")
+        if gold is None or isinstance(gold, bool):
+            return None
+        written = digits(gold) if isinstance(gold, int) else str(gold)
+        expected = (written or "").strip().replace(",", "")
         if not expected:
             return None
         found = _HASHED.findall(text)

@@ -56,6 +56,7 @@ def run(tiny_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = EvaluationResult.read(run / "evaluation" / "after")
     for like, name in ((run, "a"), (tmp_path / "as_written.yaml", "b")):

@@ -224,6 +224,7 @@ def test_what_is_kept_is_bounded(tiny_folder: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "none" / "bad_steps").exists()
 
 
+@pytest.mark.slow
 def test_where_it_cannot_write_it_says_so_and_goes_on(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

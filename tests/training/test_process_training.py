@@ -78,6 +78,7 @@ def test_one_step_a_completion_is_outcome_grpo_to_the_bit(
         assert min(row["update/live_share"] for row in process.history if "update/live_share" in row) < 1
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_sum(tiny_folder: Path, tmp_path: Path) -> None:
     """Steps twice as heavy, beside an outcome: Â = 2·process + z-score of the outcome, at every token."""
     seen: list[torch.Tensor] = []
@@ -130,6 +131,7 @@ def test_nan_scores_are_counted_and_said(tiny_folder: Path, tmp_path: Path, capl
     assert "2 rewards are called 'one_step'" in said
 
 
+@pytest.mark.slow
 def test_equation_steps_get_the_runs_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
     reward = EquationSteps()
     done = run(tmp_path, tiny_folder, [reward], max_steps=1)
@@ -150,6 +152,7 @@ def test_one_without_the_other(rewards: Any, objective: Any, words: str, tiny_fo
         run(tmp_path, tiny_folder, rewards, objective)
 
 
+@pytest.mark.slow
 def test_as_an_outcome_anywhere(tiny_folder: Path, tmp_path: Path) -> None:
     done = run(tmp_path, tiny_folder, [steps_as_outcome(ragged_steps)], "grpo", max_steps=1)
     assert "rewards/ragged_steps/mean" in done.history[0]

@@ -55,6 +55,7 @@ def test_what_was_asked_for_is_no_warning(tiny_folder: Path, tmp_path: Path, cap
     assert run.trainer.exact_update.described()["because"] == "update is 'off'"
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_teams_own_is_named(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Team(LabTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:

@@ -194,6 +194,7 @@ def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
     assert canary.read_text() == "touched"
 
 
+@pytest.mark.slow
 def test_a_folder_is_removed_whatever_was_made_of_it(tmp_path: Path) -> None:
     """Deeper than a path is long and than Python recurses; modes of 0; links; and within its time, the rest another time."""
     top, outside = tmp_path / "top", tmp_path / "outside"

@@ -391,6 +391,7 @@ def test_threads_and_copies(reward: CodeReward) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_a_verdict_is_not_late() -> None:
     hurried = CodeReward(wall_s=0.5, workers=1)
     assert one(hurried, "x = 1", "assert x == 2") == 0.0  # starts the worker
