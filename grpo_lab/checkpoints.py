@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.cores import own_cores
+
 SAVING = "_saving"
 """Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
 
@@ -130,7 +132,7 @@ def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
     """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib`` lets them)."""
     pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
-    with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
         for (file, _), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
             found[file.relative_to(folder).as_posix()].update(digest)
     return {name: one.hexdigest() for name, one in found.items()}

@@ -21,12 +21,13 @@ MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "
 ALLOWED: dict[str, set[str]] = {
     "atomic": set(),
     "batch": set(),
-    "checkpoints": set(),
+    "checkpoints": {"cores"},
+    "cores": set(),
     "masked": set(),
     "nearest": set(),
     "reading": {"nearest"},
     "registry": {"nearest"},
-    "verifiers": set(),
+    "verifiers": {"cores"},
     "objectives": BASE,
     "advantages": BASE,
     "update": BASE,
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"atomic", "batch", "masked", "nearest", "registry", "objectives", "advantages"}
+PURE = {"atomic", "cores", "batch", "masked", "nearest", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 

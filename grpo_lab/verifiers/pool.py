@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from grpo_lab.cores import own_cores
 from grpo_lab.verifiers.process import Limits, NurseryProcess, VerifierError, WorkerProcess
 
 _MOST_LOST = 8  # workers of one round whose end was nobody's fault
@@ -38,8 +39,7 @@ class Outcome:
 
 def default_size() -> int:
     """Half of the cores this process may use, between 1 and 4 (several ranks share a machine)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, max(1, cores // 2))
+    return min(4, max(1, own_cores() // 2))
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from grpo_lab.cores import own_cores
 from grpo_lab.verifiers.code.wire import pack
 from grpo_lab.verifiers.pool import Limits, Outcome, WorkerPool
 
@@ -137,8 +138,7 @@ class CodeJudge:
 
 
 def _one_a_core() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, own_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @lru_cache(maxsize=2)
