@@ -22,6 +22,7 @@ from grpo_lab.pipelines.resume import cut_metrics, going_on, set_aside
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.train import train
+from grpo_lab.trainer.resume.due_evaluation import FILE as EVALUATION_DUE
 
 WRITTEN: dict[str, Any] = {
     "name": "r",
@@ -301,6 +302,18 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     cut_metrics(file, -1)
     assert file.read_text() == ""
     cut_metrics(tmp_path / "none.jsonl", 3)
+
+
+def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> None:
+    """Its checkpoint says that it is due: the run was killed after it, whether made or not."""
+    file, place = tmp_path / "metrics.jsonl", save(tmp_path, 2)
+    lines = [json.dumps(row) + "\n" for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})]  # fmt: skip
+    for due, left in ((False, 3), (True, 2)):
+        if due:
+            (place / EVALUATION_DUE).write_text("{}")
+        file.write_text("".join(lines))
+        going_on(tmp_path, 9, {}, Console(quiet=True))
+        assert file.read_text() == "".join(lines[:left])
 
 
 @pytest.mark.parametrize(
