@@ -130,7 +130,8 @@ def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
     """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib`` lets them)."""
     pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
-    with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as threads:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=min(16, cores)) as threads:
         for (file, _), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
             found[file.relative_to(folder).as_posix()].update(digest)
     return {name: one.hexdigest() for name, one in found.items()}
@@ -149,7 +150,7 @@ def _digest(piece: tuple[Path, int]) -> bytes:
 
 def _no_texts(names: list[str]) -> list[str]:
     """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against its checksum."""
-    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md", ".model"))]
+    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md"))]
 
 
 def damaged(checkpoint: Path) -> str | None:
