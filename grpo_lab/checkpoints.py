@@ -151,7 +151,7 @@ def _digest(piece: tuple[Path, int]) -> bytes:
 
 def _no_texts(names: list[str]) -> list[str]:
     """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against its checksum."""
-    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md", ".model"))]
+    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md"))]
 
 
 def damaged(checkpoint: Path) -> str | None:

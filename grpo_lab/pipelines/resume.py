@@ -19,6 +19,7 @@ from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
 from grpo_lab.trainer.resume.checkpoint import newest_read
+from grpo_lab.trainer.resume.due_evaluation import FILE as EVALUATION_DUE
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,8 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
                 )
         elif "parameters" in record:  # written when the training began
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
-        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest))
+        due = newest is not None and (newest / EVALUATION_DUE).is_file()
+        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest), due)
     return newest
 
 
@@ -162,15 +164,21 @@ def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
         )
 
 
-def cut_metrics(file: Path, step: int) -> None:
-    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again. Half a line goes, too."""
+def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
+    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again. Half a line goes, too.
+
+    Args:
+        evaluation_due: the one after ``step`` will be made, and written, again.
+    """
     if file.is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_text(file, "".join(line for line in lines if _is_before(line, step)))
+        write_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
 
 
-def _is_before(line: str, step: int) -> bool:
+def _is_before(line: str, step: int, evaluation_due: bool) -> bool:
     try:
-        return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+        row = json.loads(line)
+        again = evaluation_due and row["step"] == step and any(name.startswith("eval_") for name in row)
+        return line.endswith("\n") and bool(row["step"] <= step) and not again
     except (ValueError, KeyError, TypeError):
         return False

@@ -49,7 +49,7 @@ class StopRequests:
         self._seen: str | None = None  # by the look beside the work
         self._held = 0
         self._before: dict[int, Any] = {}
-        self._over = threading.Event()
+        self._over, self._asks = threading.Event(), threading.Lock()
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -58,9 +58,12 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+        try:
+            with self._asks:  # no signal comes from beside any more
+                self._over.set()
+        finally:
+            for number, before in self._before.items():
+                signal.signal(number, signal.SIG_DFL if before is None else before)
 
     # -- who asks --------------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,9 @@ class StopRequests:
         while not self._over.wait(SECONDS_BETWEEN_LOOKS):
             self._seen = self._standing()
             if self._seen is not None:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                with self._asks:
+                    if not self._over.is_set():  # else SIGUSR1 ends the process, whose handlers are put back
+                        os.kill(os.getpid(), signal.SIGUSR1)
                 return
 
     def _standing(self) -> str | None:

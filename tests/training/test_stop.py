@@ -182,23 +182,26 @@ def by_epochs(folder: Path, **changes: Any) -> Any:
         ("no", "on_optimizer_step", 3),  # asked inside the epoch's last step
         ("steps", "on_save", 4),  # its checkpoint is there already, and says of no evaluation
         ("steps", "on_epoch_end", 4),
+        ("steps", None, 4),  # nobody asked: killed after that checkpoint, before the evaluation
         ("epoch", "on_prediction_step", 4),
         ("epoch", "on_optimizer_step", 2),  # an epoch's first step
     ],
 )
 def test_an_epochs_evaluation_is_made_up_before_the_next_epoch_draws(
-    saving: str, event: str, step: int, tmp_path: Path
+    saving: str, event: str | None, step: int, tmp_path: Path
 ) -> None:
     """The next epoch's data loader draws from the random numbers that the evaluation has moved on."""
     settings: dict[str, Any] = {"save_strategy": saving, "save_steps": 1}
     whole = by_epochs(tmp_path / "whole", **settings)
     whole.train()
     assert [row["epoch"] for row in whole.state.log_history if "eval_loss" in row] == [1.0, 2.0, 3.0]
-    folder = tmp_path / "stopped"
-    stopped = by_epochs(folder, **settings)
-    stopped.callback_handler.callbacks.insert(0, At(event, step))
-    stopped.train()
-    at = stopped.state.global_step
+    folder, at = tmp_path / "whole", step
+    if event is not None:
+        folder = tmp_path / "stopped"
+        stopped = by_epochs(folder, **settings)
+        stopped.callback_handler.callbacks.insert(0, At(event, step))
+        stopped.train()
+        at = stopped.state.global_step
     again = by_epochs(folder, **settings)
     again.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
     assert_same(again, whole)

@@ -15,13 +15,15 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from grpo_lab.checkpoints import MARK, mark_of, newest_whole, what_is_broken
+from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.interruption import Interrupted, heed_stop_file
 from grpo_lab.pipelines.recipe import Recipe, recipe_from
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import cut_metrics, going_on, set_aside
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
-from grpo_lab.pipelines.train import train
+from grpo_lab.pipelines.train import _before, train
+from grpo_lab.trainer.resume.due_evaluation import FILE as EVALUATION_DUE
 
 WRITTEN: dict[str, Any] = {
     "name": "r",
@@ -83,6 +85,25 @@ def test_a_stop_file_that_waits_for_a_resumed_run_is_heeded_once(tmp_path: Path)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C left the answers that were there; a whole one is read."""
+    made: list[str] = []
+
+    def evaluated(model: str, section: Any, target: Path, **_: Any) -> EvaluationResult:
+        made.append(model)
+        EvaluationResult(()).write(target)
+        return EvaluationResult(())
+
+    monkeypatch.setattr("grpo_lab.pipelines.train.evaluate_saved_model", evaluated)
+    target = tmp_path / "evaluation" / "before"
+    EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(target)
+    for _ in range(2):
+        found = _before(given(tmp_path), "start", tmp_path, {}, resume=True)
+        assert found is not None
+        assert found.stopped is None
+        assert made == ["start"]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +322,18 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     cut_metrics(file, -1)
     assert file.read_text() == ""
     cut_metrics(tmp_path / "none.jsonl", 3)
+
+
+def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> None:
+    """Its checkpoint says that it is due: the run was killed after it, whether made or not."""
+    file, place = tmp_path / "metrics.jsonl", save(tmp_path, 2)
+    lines = [json.dumps(row) + "\n" for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})]  # fmt: skip
+    for due, left in ((False, 3), (True, 2)):
+        if due:
+            (place / EVALUATION_DUE).write_text("{}")
+        file.write_text("".join(lines))
+        going_on(tmp_path, 9, {}, Console(quiet=True))
+        assert file.read_text() == "".join(lines[:left])
 
 
 @pytest.mark.parametrize(

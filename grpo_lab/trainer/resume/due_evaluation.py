@@ -3,6 +3,9 @@
 It would have come before the checkpoint and drawn from training's random numbers. A scheduler does not wait for an evaluation, so the
 checkpoint comes first and says that one is due; the resumed run evaluates as soon as it has the checkpoint's random numbers (at the
 end of an epoch that is before the next one's data loader draws from them), and goes on as the uninterrupted one did.
+
+The same of ``eval_strategy: epoch``, whose evaluation comes when the last step's checkpoint (``save_strategy: steps``) is written
+already: that checkpoint, too, says that one is due, for a run that is killed after it.
 """
 
 from __future__ import annotations
@@ -38,18 +41,21 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         self._made_at = -1  # the last step after which there was an evaluation
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._made_at = -1
+        self._made_at = -1 if self._loaded else state.global_step  # of a checkpoint that says of none
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._made_at = state.global_step
 
     def leave_out_the_epochs(self, args: Any, state: Any) -> bool:
         """At the last step of an epoch: ``eval_strategy: epoch`` would have one when the step is over. Whether it is left out."""
-        by_epoch = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "epoch"
-        over = state.epoch is not None and state.epoch == int(state.epoch) and args.eval_delay <= state.epoch
-        found = by_epoch and over and self._made_at != state.global_step
+        found = self._epochs_is_ahead(args, state)
         self.left_out |= found
         return found
+
+    def _epochs_is_ahead(self, args: Any, state: Any) -> bool:
+        """``eval_strategy: epoch`` at the end of an epoch, which the run's last step ends, too; not made yet."""
+        over = state.epoch is not None and (_is_whole(state.epoch) or state.global_step >= state.max_steps)
+        return _by_epoch(args) and over and args.eval_delay <= state.epoch and self._made_at != state.global_step
 
     def leave_out(self, control: Any) -> None:
         """Whatever is due at this step comes after the resume."""
@@ -58,7 +64,9 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
     def save(self, folder: str | os.PathLike[str]) -> None:
         """That one is due, into a checkpoint folder; nothing where none is."""
         trainer = self._trainer()
-        if self.left_out and trainer is not None and trainer.args.should_save:
+        if trainer is None or not trainer.args.should_save:
+            return
+        if self.left_out or self._epochs_is_ahead(trainer.args, trainer.state):
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_whole_text(Path(folder) / FILE, json.dumps({"format": 1, "step": trainer.state.global_step}))
 
@@ -77,12 +85,22 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         if not loaded or trainer.eval_dataset is None or strategy == "no":
             return
+        if _by_epoch(args) and not _is_whole(state.epoch) and state.global_step < state.max_steps:
+            return  # the last step of a run that is longer now
         trainer.recorder.say(f"the evaluation that was due after step {state.global_step} is made up")
         metrics = trainer._evaluate(None, None)
         best = trainer._determine_best_metric(metrics=metrics, trial=None)
         place = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if best and os.path.exists(place):
             state.best_model_checkpoint = place
+
+
+def _by_epoch(args: Any) -> bool:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "epoch"
+
+
+def _is_whole(epoch: float) -> bool:
+    return epoch == int(epoch)
 
 
 __all__ = ["FILE", "DueEvaluation"]
