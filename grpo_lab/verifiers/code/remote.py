@@ -28,7 +28,7 @@ _FROM_PROGRAMS = (
     collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView,
 )  # fmt: skip
 _MODULES_OF_DATA = ("decimal", "fractions", "datetime")
-_MAY_CHANGE = ("put", "del", "set", "next", "anext", "await", "enter")
+_MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "await", "enter")
 
 
 class ProgramGone(BaseException):
