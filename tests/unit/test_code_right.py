@@ -104,6 +104,10 @@ HELD = {
         "import asyncio\nasync def add(a, b):\n    await asyncio.sleep(0)\n    return a + b\nasync def count(n):\n    for i in range(n): yield i",
         "import asyncio\nasync def test():\n    assert await asyncio.gather(add(1, 2), add(3, 4)) == [3, 7]\n    assert [x async for x in count(3)] == [0, 1, 2]\nassert asyncio.run(add(1, 2)) == 3\nasyncio.run(test())",
     ),
+    "asked from threads": (
+        "import time\ndef f(x):\n    time.sleep(0.001)\n    return x * x",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n    assert list(pool.map(f, range(40))) == [x * x for x in range(40)]",
+    ),
     "named as modules are": ("def select(xs): return sorted(xs)\ndef f(x): return x", "assert f(1) == 1\nassert select([2, 1]) == [1, 2]"),
     "nested deeply": (
         "def depth(x): return 1 + depth(x[0]) if x else 0\ndef nest(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x",

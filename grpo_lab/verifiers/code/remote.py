@@ -11,6 +11,7 @@ import collections.abc
 import functools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Program:
         self._raised: dict[tuple[str, str], type[Exception]] = {}
         self._own_errors: list[Exception] = []
         self._held: dict[int, Any] = {}
+        self._one_at_a_time = threading.RLock()  # tests may ask from threads: each gets the answer to its own question
         self._loaded = False
         self.gone = ""
         self.refused = False  # a way to say yes was asked for and not given, in the running test
@@ -73,12 +75,14 @@ class Program:
 
     def get(self, name: str) -> Any:
         """A value of the program: plain data, or what stands for it."""
-        return self._ask({"get": name})
+        with self._one_at_a_time:
+            return self._ask({"get": name})
 
     def call(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._held.clear()
-        packed = {name: self._pack(value) for name, value in named.items()}
-        return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
+        with self._one_at_a_time:
+            self._held.clear()
+            packed = {name: self._pack(value) for name, value in named.items()}
+            return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
         """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says no other.
@@ -88,9 +92,10 @@ class Program:
         return self._held[number]
 
     def ask(self, number: int, what: str, *args: Any) -> Any:
-        if what in _MAY_CHANGE:
-            self._held.clear()
-        return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
+        with self._one_at_a_time:
+            if what in _MAY_CHANGE:
+                self._held.clear()
+            return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
 
     def leave(self, number: int, error: Any) -> None:
         """``__exit__`` of a context of the program's."""
