@@ -175,7 +175,7 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 def pack_name(value: Any) -> Any:
     """A function or class of the standard library by its name; None for another. For the tester alone: see ``unpack``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-    owner = getattr(value, "__objclass__", None)
+    owner: Any = getattr(value, "__objclass__", None)
     if owner is not None and getattr(sys.modules["builtins"], owner.__name__, None) is owner and isinstance(name, str):
         return {"name": ["builtins", f"{owner.__name__}.{name}"]}  # there: `str.format` here would read this process
     if module == "_operator":
