@@ -15,6 +15,7 @@ Its source is also run inside the program's process (``program``), so it stands 
 
 from __future__ import annotations
 
+import builtins
 import collections
 import importlib
 import json
@@ -175,9 +176,10 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 def pack_name(value: Any) -> Any:
     """A function or class of the standard library by its name; None for another. For the tester alone: see ``unpack``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-    owner: Any = getattr(value, "__objclass__", None)
-    if owner is not None and getattr(sys.modules["builtins"], owner.__name__, None) is owner and isinstance(name, str):
-        return {"name": ["builtins", f"{owner.__name__}.{name}"]}  # there: `str.format` here would read this process
+    owner = getattr(value, "__objclass__", None)
+    kind = owner.__name__ if isinstance(owner, type) else ""
+    if kind and vars(builtins).get(kind) is owner and isinstance(name, str):
+        return {"name": ["builtins", f"{kind}.{name}"]}  # there: `str.format` here would read this process
     if module == "_operator":
         module = "operator"
     if module in _NAMED_MODULES and isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value:
