@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})[^`\n]*$")
+_FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})")
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*\}?")
 _END_OF_THOUGHT = "</think>"
 _QUOTES = re.compile(r"\"\"\"|'''")
@@ -38,9 +38,16 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     return _Blocks(text.split("\n")).read()
 
 
+def _fence(line: str) -> re.Match[str] | None:
+    """No backtick may follow a fence in its line: looked for here, since in the pattern it would cost the square of a line of spaces."""
+    found = _FENCE.match(line)
+    return None if found is None or "`" in line[found.end() :] else found
+
+
 class _Blocks:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
+        self.fences = [_fence(line) for line in lines]
         self.found: list[tuple[str, str]] = []
         self.opened: re.Match[str] | None = None
         self.inside: list[str] = []
@@ -49,7 +56,7 @@ class _Blocks:
 
     def read(self) -> list[tuple[str, str]]:
         for at, line in enumerate(self.lines):
-            fence = _FENCE.match(line)
+            fence = self.fences[at]
             if self.opened is None:
                 if fence:
                     self._open(fence)
@@ -103,7 +110,7 @@ class _Blocks:
             return True
         apart = False  # inside another block
         for there in range(at + 1, min(len(self.lines), at + _LOOK_AHEAD)):
-            fence = _FENCE.match(self.lines[there])
+            fence = self.fences[there]
             if fence:
                 apart = bool(fence[3])
             elif not apart and self.quote in self.lines[there]:

@@ -5,6 +5,7 @@ The oracle of ``HELD`` is this interpreter: program and tests in one namespace, 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.program_text import program_text
+from grpo_lab.verifiers.code.remote import Program
+from grpo_lab.verifiers.code.wire import frame
 
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
@@ -101,6 +104,10 @@ HELD = {
         "import asyncio\nasync def add(a, b):\n    await asyncio.sleep(0)\n    return a + b\nasync def count(n):\n    for i in range(n): yield i",
         "import asyncio\nasync def test():\n    assert await asyncio.gather(add(1, 2), add(3, 4)) == [3, 7]\n    assert [x async for x in count(3)] == [0, 1, 2]\nassert asyncio.run(add(1, 2)) == 3\nasyncio.run(test())",
     ),
+    "asked from threads": (
+        "import time\ndef f(x):\n    time.sleep(0.001)\n    return x * x",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n    assert list(pool.map(f, range(40))) == [x * x for x in range(40)]",
+    ),
     "named as modules are": ("def select(xs): return sorted(xs)\ndef f(x): return x", "assert f(1) == 1\nassert select([2, 1]) == [1, 2]"),
     "nested deeply": (
         "def depth(x): return 1 + depth(x[0]) if x else 0\ndef nest(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x",
@@ -175,7 +182,12 @@ def test_the_program_is_found_as_models_fence_it(text: str) -> None:
 
 def test_reading_a_program_is_linear() -> None:
     """A fence in an open text looks ahead for its end: no further than 400 lines."""
-    for bait in ('```python\n"""\n```\n' * 15_000, '"""\n```\n' * 25_000, '```python\n"""\n' + "```\n" * 50_000):
+    for bait in (
+        '```python\n"""\n```\n' * 15_000,
+        '"""\n```\n' * 25_000,
+        '```python\n"""\n' + "```\n" * 50_000,
+        "```" + " " * 200_000 + "`",
+    ):
         program_text(bait)
 
 
@@ -199,6 +211,12 @@ LIES = {
     "an end of what is awaited": ("class G:\n    def __aiter__(s): return s\n    def __anext__(s): raise StopIteration\ndef f(x): return G()", "import asyncio\nasync def all_of():\n    return [x async for x in f(1)]\nassert asyncio.run(all_of()) == [1]"),
     "a name that hangs": ("import time\nclass M(type):\n    __name__ = property(lambda c: time.sleep(600))\nclass Q(metaclass=M): pass\nf = lambda x: Q()", "assert f(1) == 3"),
     "a name with a NUL": ("class Q: pass\nimport __main__\nold = __main__.Server._keep\ndef new(s, v):\n    d = old(s, v)\n    d['object'][2] = 'a\\0b'\n    return d\n__main__.Server._keep = new\nf = lambda x: Q()", "assert f(1) == 3\nassert f(2) == 3"),
+    "another answer at each question": ("class f(list):\n    n = 0\n    def __init__(s, x): pass\n    def __iter__(s):\n        s.n += 1\n        return iter([s.n])", {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[2], [3], [4]]}),
+    "a key written twice": ("def f(x): return {1: 'no', '1': 'b'}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"1": "b"}]}),
+    "a missing module by another name": ("import importlib.metadata\ndef f(x): raise importlib.metadata.PackageNotFoundError('x')", "import importlib.metadata\nassert f(1) == 3"),
+    "data that cannot be handed back": (SENDS + "def f(x):\n    send({'value': {'slice': [1.5, 2, 3]}})\n    os.read(3, 9999)\n    os._exit(0)", "assert f(f(1)) == 3"),
+    "a view that cannot be handed back": (SENDS + "def f(x):\n    send({'value': {'keys': {'ordered': []}}})\n    os.read(3, 9999)\n    os._exit(0)", "assert f(f(1)) == 3"),
+    "a pattern that reads the tester": ("class Q: pass\ndef f(form):\n    return form('{0._program.gone}', Q())", "assert f(str.format) == ''"),
     "deeper than is read": ("def f(x):\n    y = 3\n    for _ in range(5000): y = [y]\n    return y", "assert f(1) == 3"),
 }  # fmt: skip
 
@@ -212,6 +230,34 @@ def test_arithmetic_with_data_gives_no_data(share: CodeReward) -> None:
     assert share(completions=[NOTHING, number], tests=tests) == [0.0, 0.0]
 
 
+def test_what_a_program_learns_from_arithmetic_pays_nothing(share: CodeReward) -> None:
+    """``a - b`` shows it ``b``: what it says next of the same object it has said before, and a refusal fails its test, caught or not."""
+    learns = (
+        "class f(float):\n    k = 0.0\n    def __new__(c, x): return super().__new__(c, 0)\n    def __float__(s): return float(f.k)\n"
+        "    def __sub__(s, o):\n        f.k = o\n        return s\n    total_seconds = __rsub__ = lambda s, o=0: 0"
+    )
+    tests = [
+        "def close(a, b):\n    d = a - b\n    return a == b or abs(d) < 1e-6\nassert close(f(1), 3)",
+        "def close(a, b):\n    d = a - b\n    return a == b\nassert close(f(1), 3)",
+        "def close(a, b):\n    try:\n        return abs(a - b) < 1e-6\n    except TypeError:\n        return f(1) == b\nassert close(f(1), 3)",
+        "assert (f(1) - 3).total_seconds() < 1",
+    ]
+    assert share(completions=[learns] * 4, tests=tests) == [0.0] * 4
+    right = "class Bag(list):\n    def __add__(s, x): return Bag([*s, x])"
+    used = "b = Bag()\nassert b == []\nassert b + 1 == b + 1\nb.append(2)\nassert b == [2]"
+    assert share(completions=[right], tests=[used]) == [1.0]
+
+
+def test_a_program_names_no_path_for_the_tester_to_import_from() -> None:
+    """``from solution import f`` looks beside a module that has a ``__path__``: with less than all walls, into the program's own files."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(frame({"value": ["f", "__path__", "__all__"], "args": None}))
+        program = Program(ours.fileno())
+        program.load("")
+    assert program.names == {"f"}
+
+
 @pytest.mark.slow
 def test_nothing_is_paid_for_a_lie_on_the_same_ways(share: CodeReward) -> None:
     assert unlike(share, {name: (program, tests, None) for name, (program, tests) in LIES.items()}, 0.0) == {}
@@ -223,5 +269,8 @@ def test_a_check_that_is_called_often_is_as_many_tests(share: CodeReward) -> Non
         "import os\ncalls = 0\ndef f(x):\n    global calls\n    calls += 1\n    if calls > 4: os._exit(0)\n    return x"
     )
     check = "def check(c):\n    assert c(1) == 1\n    assert c(2) == 2\n    assert c(3) == 3\n"
-    tests = [check + "check(f)\n" * 4, check + "for _ in range(4):\n    check(f)", check + "check(f)"]
-    assert share(completions=[leaves] * 3, tests=tests) == [0.25, 0.0, 1.0]
+    again = "def check(c, k=3):\n    assert c(1) == 1\n    assert c(2) == 2\n    if k: check(c, k - 1)\n"
+    calls = ["check(f)\n" * 4, "for _ in range(4):\n    check(f)", "check(f)", "[check(f) for _ in range(4)]"]
+    tests = [*(check + call for call in calls), again + "check(f)", again]
+    found = share(completions=[leaves] * 6, tests=tests, entry_point=[None] * 5 + ["f"])
+    assert found == [0.25, 0.0, 1.0, 0.0, 0.0, 0.0]

@@ -147,7 +147,7 @@ class Server:
         if tag == "object":
             return self.objects[reference]
         if tag == "name":
-            return getattr(importlib.import_module(reference[0]), reference[1])
+            return operator.attrgetter(reference[1])(importlib.import_module(reference[0]))  # `str.upper`, too
         if tag == "named":
             return collections.namedtuple(reference[0], reference[1])(*reference[2])
         if tag == "iterator":

@@ -7,9 +7,11 @@ plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``
 from __future__ import annotations
 
 import collections
+import collections.abc
 import functools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,12 @@ _FUNCTIONS = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller,
 )  # fmt: skip
-_FROM_PROGRAMS = (BaseException, list, tuple, dict, set, frozenset, collections.deque)
+_FROM_PROGRAMS = (
+    BaseException, list, tuple, dict, set, frozenset, collections.deque, slice, bytes, bytearray, complex, range,
+    collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView,
+)  # fmt: skip
+_MODULES_OF_DATA = ("decimal", "fractions", "datetime")
+_MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "await", "enter")
 
 
 class ProgramGone(BaseException):
@@ -49,8 +56,11 @@ class Program:
         self._classes: dict[str, type[RemoteObject]] = {}
         self._raised: dict[tuple[str, str], type[Exception]] = {}
         self._own_errors: list[Exception] = []
+        self._held: dict[int, Any] = {}
+        self._one_at_a_time = threading.RLock()  # tests may ask from threads: each gets the answer to its own question
         self._loaded = False
         self.gone = ""
+        self.refused = False  # a way to say yes was asked for and not given, in the running test
         self.names: frozenset[str] = frozenset()
 
     def load(self, source: str) -> None:
@@ -58,22 +68,38 @@ class Program:
         names = self._ask({"load": source})
         self._loaded = True
         self.names = (
-            frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
-        )
+            frozenset(name for name in names if isinstance(name, str) and not name.startswith("__"))
+            if isinstance(names, list)
+            else frozenset()
+        )  # no `__path__`, from which `from solution import f` would load files into this process
 
     def get(self, name: str) -> Any:
         """A value of the program: plain data, or what stands for it."""
-        return self._ask({"get": name})
+        with self._one_at_a_time:
+            return self._ask({"get": name})
 
     def call(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        packed = {name: self._pack(value) for name, value in named.items()}
-        return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
+        with self._one_at_a_time:
+            self._held.clear()
+            packed = {name: self._pack(value) for name, value in named.items()}
+            return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
+
+    def holds(self, number: int) -> Any:
+        """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says no other.
+        Asked afresh at every ``==``, it could be True to one and False to the next."""
+        if number not in self._held:
+            self._held[number] = self.ask(number, "plain")
+        return self._held[number]
 
     def ask(self, number: int, what: str, *args: Any) -> Any:
-        return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
+        with self._one_at_a_time:
+            if what in _MAY_CHANGE:
+                self._held.clear()
+            return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
 
     def leave(self, number: int, error: Any) -> None:
         """``__exit__`` of a context of the program's."""
+        self._held.clear()
         self._ask({"leave": number, "error": error})
 
     def _ask(self, request: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
@@ -170,7 +196,8 @@ class Program:
         named = pack_name(value)
         if named is not None:
             return named
-        if isinstance(value, _FROM_PROGRAMS) or (isinstance(value, type) and issubclass(value, BaseException)):
+        theirs = isinstance(value, type) and issubclass(value, BaseException | RemoteObject)
+        if theirs or isinstance(value, _FROM_PROGRAMS) or type(value).__module__ in _MODULES_OF_DATA:
             raise TypeError(
                 "too deep, or an exception: a program may have made it so, and must not make a test unusable"
             )

@@ -6,7 +6,7 @@ whose difference to anything is 0, passes nothing. Objects of the program among 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_lab.verifiers.code.wire import pack_error
 
@@ -43,7 +43,8 @@ YES_OR_NO = frozenset(
 )
 """Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
 
-
+_OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
+"""What plain differences are asked: ``(f(x) - datetime(…)).total_seconds() < 1``."""
 _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
@@ -64,17 +65,24 @@ class RemoteObject:
 
     def _own(self, what: str, *args: Any) -> Any:
         if self._derived:
-            raise TypeError(f"no {what} of an object of the program's that was reckoned with the tests' data")
+            self._refuse(f"no {what} of an object of the program's that was reckoned with the tests' data")
         return self._ask(what, *args)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """The running test fails, even if it catches this: the program has seen the tests' data, and would be right in what comes next."""
+        self._program.refused = True
+        raise TypeError(why)
 
     def _reckoned(self, what: str, name: str, other: Any) -> Any:
         """Among the program's objects its word; with data, an object or nothing."""
         theirs = isinstance(other, RemoteObject) and not other._derived and not self._derived
+        if not theirs and not self._derived:
+            self._program.holds(self._number)  # said before it sees the data, so that `x - 3` does not teach it to be 3
         found = self._ask(what, name, other)
         if theirs:
             return found
         if not isinstance(found, RemoteObject):
-            raise TypeError(f"{name}: an object of the program's and data of the tests give no data")
+            self._refuse(f"{name}: an object of the program's and data of the tests give no data")
         return RemoteObject(self._program, found._number, derived=True)
 
     def _ordered(self, name: str, other: Any) -> Any:
@@ -90,6 +98,8 @@ class RemoteObject:
     def __getattr__(self, name: str) -> Any:
         if name in YES_OR_NO or (name.startswith("__") and name not in _PLAIN_NAMES):
             raise AttributeError(name)
+        if name in _OF_DIFFERENCES and self._derived:
+            self._refuse(f"no {name} of an object of the program's that was reckoned with the tests' data")
         return self._ask("attr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -130,7 +140,9 @@ class RemoteObject:
             return self._number == other._number or self._ask("same", other) is True
         if self._derived:
             return False
-        held = self._ask("plain")  # of a class that is a kind of list, text, number: what it holds, compared here
+        held = self._program.holds(
+            self._number
+        )  # of a class that is a kind of list, text, number: what it holds, compared here
         return held is not None and not isinstance(held, RemoteObject) and bool(held == other)
 
     def __hash__(self) -> int:

@@ -51,7 +51,8 @@ class _Unit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, Unsendable | _Enough) or _lacks_a_module(error):
             return False
-        passed = error is None and not self.run.program.gone
+        passed = error is None and not self.run.program.gone and not self.run.program.refused
+        self.run.program.refused = False
         self.run.report(b"1" if passed else b"0")
         if not passed and (self.run.stop_early or self.run.program.gone):
             raise _Enough
@@ -60,7 +61,7 @@ class _Unit:
 
 def _lacks_a_module(error: BaseException | None) -> bool:
     """The tests' own import of what is not there. What the program raises has a message alone."""
-    return isinstance(error, ModuleNotFoundError) and error.name is not None
+    return type(error) is ModuleNotFoundError and error.name is not None
 
 
 class Run:
@@ -126,9 +127,10 @@ def same(value: Any, expected: Any) -> bool:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
+        made = {
             json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
         }
+        return made if len(made) == len(value) else value  # `1` beside `"1"` is more than JSON has
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
@@ -211,8 +213,11 @@ class _Counter:
     def marked_module(self, body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
         check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
         if check is not None and entry_point is not None and not _calls(body, "check"):
+            call = ast.parse(f"check({entry_point})").body[0]
+            if _uses(body, "check"):
+                return [*(self._unit(one) if _asserts(one) or _is_call(one) else one for one in body), self._unit(call)]
             check.body = self.marked(check.body)
-            return [*body, ast.parse(f"check({entry_point})").body[0]]
+            return [*body, call]
         functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
         called = [name for name in functions if not _calls(body, name)]
         if check is not None and _calls(body, "check") and _asserts_inside(check):
@@ -265,9 +270,18 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """By one statement of its own. Called oftener, each statement that calls it is a test: what is inside would be more tests than are counted."""
-    alone = [one for one in body if isinstance(one, ast.Expr) and _calls([one], name)]
-    return len(alone) == len(_calls(body, name)) == 1
+    """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself). Otherwise each
+    statement that calls it is a test: what is inside would be more tests than are counted."""
+    alone = [one for one in body if isinstance(one, ast.Expr) and _calls_it(one.value, name)]
+    return len(alone) == _uses(body, name) == 1
+
+
+def _calls_it(value: ast.expr, name: str) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == name
+
+
+def _uses(body: list[ast.stmt], name: str) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == name for one in body for node in ast.walk(one))
 
 
 def run(job: dict[str, Any], channel: int, report: int) -> None:

@@ -8,13 +8,14 @@ Its source is also run inside the program's process (``program``), so it stands 
     {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}
     {"int": "hex"} (large), {"bytes": "hex"}, {"bytearray": "hex"}, {"complex": [re, im]}, {"range": [a, b, c]}
     {"decimal": "1.5"}, {"fraction": ["hex", "hex"]}, {"date" | "time" | "datetime": iso}, {"timedelta": [days, s, us]}
-    {"name": ["module", "name"]}             a function or class of the standard library, from the tester to the program only
+    {"name": ["module", "name"]}             a function, class or `class.method` of the standard library, from the tester to the program only
     {"object": ...}                          what stands for anything else of the program's
     {"function": [n, name]}, {"iterator": n} what stands for a function of the tester's, for what it goes through
 """
 
 from __future__ import annotations
 
+import builtins
 import collections
 import importlib
 import json
@@ -175,6 +176,10 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 def pack_name(value: Any) -> Any:
     """A function or class of the standard library by its name; None for another. For the tester alone: see ``unpack``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    owner = getattr(value, "__objclass__", None)
+    kind = owner.__name__ if isinstance(owner, type) else ""
+    if kind and vars(builtins).get(kind) is owner and isinstance(name, str):
+        return {"name": ["builtins", f"{kind}.{name}"]}  # there: `str.format` here would read this process
     if module == "_operator":
         module = "operator"
     if module in _NAMED_MODULES and isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value:
