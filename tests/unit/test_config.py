@@ -243,7 +243,9 @@ def test_without_objective_everything_is_as_in_trl() -> None:
     added = {f.name: f.default for f in dataclasses.fields(ours) if f.name not in names}
     assert {"objective", "advantage", "kl", "update"} <= set(added)
     on = {name: value for name, value in added.items() if value is not None}
-    assert on == {"save_checksums": True}, "a setting of ours is on by default"  # that one reads a checkpoint's files, no more
+    assert on == {"save_checksums": True}, (
+        "a setting of ours is on by default"
+    )  # that one reads a checkpoint's files, no more
     for field in dataclasses.fields(theirs):
         if field.name != "logging_dir":
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
