@@ -16,6 +16,8 @@ from grpo_lab.rewards.program_text import program_text
 from grpo_lab.verifiers.code.remote import Program
 from grpo_lab.verifiers.code.wire import frame
 
+pytestmark = pytest.mark.slow
+
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 

@@ -10,6 +10,8 @@ import pytest
 from grpo_lab.rewards.equation_writing import plain
 from grpo_lab.rewards.equations import judged
 
+pytestmark = pytest.mark.slow
+
 LONG = 100_000
 
 

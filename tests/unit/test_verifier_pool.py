@@ -15,6 +15,8 @@ import pytest
 
 from grpo_lab.verifiers import Limits, VerifierError, WorkerPool
 
+pytestmark = pytest.mark.slow
+
 NAP = "__import__('time').sleep(0.5)"  # long enough for another worker to be there for the next job
 SLEEP = "__import__('time').sleep(60)"
 SEGFAULT = "__import__('os').kill(__import__('os').getpid(), 11)"
