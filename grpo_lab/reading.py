@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from enum import Enum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
@@ -119,13 +120,25 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError for half a mapping."""
+    """A mapping written as JSON, as command lines have it; anything else as it was.
+
+    ValueError for half a mapping, and for one that says a key twice.
+    """
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`{where}` is {value!r}, which is no JSON: {error}") from error
+        return json.loads(value, object_pairs_hook=lambda pairs: _once(pairs, where))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"`{where}` is {value[:200]!r}, which is no JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"`{where}` has the key {twice!r} twice; leave one out")
+    return found
 
 
 def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:
@@ -226,6 +239,9 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
+    if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
+        bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
+        raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
     if not numbers or value is None or type(value) in kinds or (numbers == [bool] and str in kinds):
         return value
     other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
@@ -233,6 +249,13 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
     if found is None and not other:
         raise ValueError(f"`{name}` is {value!r}; it must be {_in_words(numbers)}{_hint(value)}")
     return value if found is None else found
+
+
+def _is_text(kind: Any) -> bool:
+    """Or none, or one of an enumeration's texts, or several of them."""
+    return (
+        kind in (str, types.NoneType) or get_origin(kind) is list or (isinstance(kind, type) and issubclass(kind, Enum))
+    )
 
 
 def _members(declared: Any) -> list[Any]:

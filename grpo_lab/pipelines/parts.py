@@ -265,7 +265,7 @@ def numbers_read(recipe: Recipe) -> Recipe:
 
     arguments = typed(recipe.arguments, LabConfig)
     for name in set(arguments) & set(hints_of(LabConfig)):
-        if arguments[name] is True and name in (*LabSettings.__dataclass_fields__, "output_dir"):
+        if arguments[name] is True and name in LabSettings.__dataclass_fields__:
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
     working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
     for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():

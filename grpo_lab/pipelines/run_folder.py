@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import TrainerCallback
 
 from grpo_lab.checkpoints import SAVING, newest_whole
@@ -24,6 +23,7 @@ from grpo_lab.evaluation.files import write_json, write_text
 from grpo_lab.pipelines.one_writer import is_empty
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
+from grpo_lab.pipelines.strict_yaml import written
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", yaml.safe_dump(as_written(recipe), sort_keys=False))
+    write_text(folder / "recipe.yaml", written(as_written(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder

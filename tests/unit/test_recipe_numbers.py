@@ -46,9 +46,9 @@ def given(*words: str) -> Recipe:
 
 
 def read_yaml_text(text: str) -> dict[str, Any]:
-    from grpo_lab.pipelines.recipe_file import _parsed
+    from grpo_lab.pipelines.strict_yaml import parsed
 
-    found: dict[str, Any] = _parsed(text, "text")
+    found: dict[str, Any] = parsed(text, "text")
     return found
 
 
@@ -101,6 +101,10 @@ def test_one_number_in_every_writing(word: str) -> None:
         (["--sampler", "{name: prioritized, floor: low}"], "`sampler.floor` is 'low'; it must be a number"),
         (["--rollout", "{verify_every: often}"], "`rollout.verify_every` is 'often'; it must be a whole number"),
         (["--objective"], "`objective` is True: it has no value"),
+        (["--run_name", "no"], r"`run_name` is False; it must be text \(a bare on, off, yes or no is a switch in YAML"),
+        (["--stop_file"], r"`stop_file` is True; it must be text \(a setting without its value"),
+        (["--output_dir"], "`output_dir` is True; it must be text"),
+        (["--report_to", "off"], "`report_to` is False; it must be text"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(words: list[str], message: str) -> None:

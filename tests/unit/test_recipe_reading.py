@@ -18,6 +18,7 @@ from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.run_folder import read_marker
 from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.pipelines.strict_yaml import written
 
 GOOD: dict[str, Any] = {
     "model": {"tiny": {}},
@@ -63,6 +64,65 @@ def test_text_that_is_no_yaml_is_an_error_of_the_file(tmp_path: Path) -> None:
     file.write_text("model: {path: a\ndata: [")
     with pytest.raises(ValueError, match=r"broken\.yaml.*no YAML"):
         read_yaml(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_steps: 1\nseed: 2\nmax_steps: 3", ", line 3: `max_steps` stands there twice (first in line 1); leave one out"),
+        ("data:\n  n: 1\n  'n': 2", ", line 3: `n` stands there twice (first in line 2); leave one out"),
+        ("x: {a: 1, a: 2}", ": `a` stands there twice"),
+        ("a: 1\nmax_steps: 010", ", line 2: `010` is an octal number, or a decimal one: write the decimal number, or '010' in quotes"),
+        ("max_steps: -08", "`-08` is an octal number, or a decimal one"),
+        ("max_steps: 1:30", "`1:30` is a number of base 60, or text: write the decimal number, or '1:30' in quotes for text"),
+        ("max_hours: 1:30.5", "`1:30.5` is a number of base 60"),
+        ("on: 1", "the key `on` is read as a switch; put it in quotes"),
+        ("a: 1\n---\nb: 2", ", line 2: no YAML: expected a single document in the stream, but found another document"),
+        ("a: &a {b: *a}", "the anchor &a holds itself"),
+        ("a: &a {b: 1}\nc: {<<: *a, <<: *a}", "`<<` stands there twice"),
+        ("a: " + "[" * 5000, "nested more than 100 deep"),
+        ("{a: " * 5000, "nested more than 100 deep"),
+        ("? [a]\n: 1", "found unhashable key"),
+        ("a: \0", "no YAML: unacceptable character #x0000"),
+    ],
+)  # fmt: skip
+def test_a_line_of_a_recipe_means_one_thing(text: str, said: str, tmp_path: Path) -> None:
+    """A key written twice took the last, `010` was 8 and `1:30` was 90."""
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_yaml(file)
+    assert str(caught.value).startswith(f"recipe {str(file)!r}")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_two_releases_of_yaml_agree_on_is_read_and_written_back(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("base: &b {x: 1, y: 2}\nover: {<<: *b, x: 3}\nday: 2024-05-01\nbig: 1_000\nhex: 0x10\nquiet: no")
+    found = read_yaml(file)
+    assert found["over"] == {"x": 3, "y": 2}
+    assert (found["day"], found["big"], found["hex"], found["quiet"]) == (
+        "2024-05-01",
+        1000,
+        16,
+        False,
+    )  # the day was a date
+    texts = dict(enumerate(["010", "08", "1e-5", "2024-05-01", "1:30", "no", "0x10", "1_000", "08:30"]))
+    file.write_text(written({str(name): text for name, text in texts.items()}))
+    assert list(read_yaml(file).values()) == list(texts.values())
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ValueError, match=r"recipe '.*r\.yaml' is no text in UTF-8"):
+        read_yaml(tmp_path / "r.yaml")
+
+
+def test_a_value_on_the_command_line_means_one_thing() -> None:
+    for word, said in (("010", "`010` is an octal number"), ("1:30", "`1:30` is a number of base 60")):
+        with pytest.raises(ValueError, match=f"`--max_steps` '{word}': {said}"):
+            parse_overrides(["--max_steps", word])
 
 
 def test_a_value_on_the_command_line_that_is_no_yaml_is_named() -> None:
