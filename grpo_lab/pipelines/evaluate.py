@@ -15,10 +15,9 @@ from typing import Any
 
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
-from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
-from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
+from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.reading import read
 
 WORD_PROBLEMS = 500

@@ -104,14 +104,23 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
         (["--data.largest", "3"], "largest is 3"),
         (["--reward", "no_such_reward"], "unknown reward 'no_such_reward'"),
         (["--filters.balance", "{by: nothing}"], "`filters.balance.by` is 'nothing'"),
-        (["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"], "unknown split"),
+        (
+            ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
+            "`filters.contamination.against.0` (loader 'word_problems'): `split` is 'heldout'. Allowed: [",
+        ),
         (["--output_dir", str(RECIPES)], "is not empty and is no curation"),
     ],
 )
 def test_dry_run_of_curate_finds_what_would_stop_it(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
 ) -> None:
-    config = recipe_file(tmp_path, model={"path": str(tiny_folder)}, data=DATA, output_dir=str(tmp_path / "out"))
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        max_completion_length=64,
+        output_dir=str(tmp_path / "out"),
+    )
     assert main(["curate", "--config", config, "--dry-run", *change]) == 2
     assert message in capsys.readouterr().err
 
@@ -122,6 +131,7 @@ def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest
         method="dpo",
         model={"path": str(tiny_folder)},
         data=DATA,
+        max_completion_length=64,
         training={"max_steps": 2},
         evaluation={"data": {**DATA, "n": 5, "split": "test"}},
         output_dir=str(tmp_path / "out"),

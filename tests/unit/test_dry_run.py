@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from grpo_lab import LabTrainer
 from grpo_lab.cli import main
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.dry_run import dry_run
@@ -127,10 +129,14 @@ def reads_target(completions: list[Any], target: list[str], *, trainer_state: An
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_the_run_would_refuse(
-    changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import re
-
+    """And in the same words."""
     if "lora" in changes:
         changes = {"model": {"path": str(saved), "lora": changes["lora"]}}
     golds = tmp_path / "golds.jsonl"
@@ -141,6 +147,9 @@ def test_what_the_run_would_refuse(
     assert main(["train", "--config", str(file), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL), error
+    monkeypatch.setattr(LabTrainer, "train", lambda *_, **__: pytest.fail("it trained"))
+    assert main(["train", "--config", str(file), "--use_cpu", "true"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == error.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +212,8 @@ def test_traceback_may_stand_after_the_command(tmp_path: Path) -> None:
 
 
 def test_completions_beyond_the_context_are_told() -> None:
-    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 600}))
-    assert "`max_completion_length`=600 a completion may run beyond the context of 512 tokens" in facts["context"]
+    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 500}))
+    assert "`max_completion_length`=500 a completion may run beyond the context of 512 tokens" in facts["context"]
     assert dry_run(recipe_from(GOOD))["context"] == "512 tokens"
 
 

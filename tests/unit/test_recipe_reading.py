@@ -13,9 +13,10 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.parts import build_reward, load_rows
+from grpo_lab.pipelines.parts import build_reward
 from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
+from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.run_folder import read_marker
 from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.pipelines.strict_yaml import written

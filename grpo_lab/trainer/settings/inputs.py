@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from grpo_lab.batch import Denominators
+from grpo_lab.nearest import one_of
+from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
+from grpo_lab.trainer.settings.knobs import TRLS_OWN
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 
@@ -79,6 +84,13 @@ def check_columns(reward: Any, columns: list[str]) -> None:
             )
 
 
+def check_weights(weights: Any, rewards: list[Any]) -> None:
+    """One weight for each reward. TRL says so with the numbers alone."""
+    if len(weights) != len(rewards):
+        names = [reward_name(one) for one in rewards]
+        raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
+
+
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
     """A hook that nobody would call is refused by name: ``cls.token_loss`` where the loss is left to TRL."""
     home = next(kind for kind in cls.__mro__ if "token_loss" in vars(kind))
@@ -87,6 +99,14 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
             f"`{home.__name__}.token_loss` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set "
             "`objective`, or override `_compute_loss`"
         )
+
+
+def check_loss_type(args: Any, algorithm: Any, team: Iterable[str]) -> None:
+    """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's (``team``) computes that."""
+    known = (*LOSS_TYPES, *TRLS_OWN)
+    if algorithm.objective is None and args.loss_type not in known and not {"_compute_loss", "compute_loss"} & {*team}:
+        ours = f"; {args.loss_type!r} is an `objective` here" if args.loss_type in PRESETS else ""
+        raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
 
 
 def check_requires(trainer: Any) -> None:
