@@ -41,7 +41,9 @@ def test_quickstart_is_train_with_the_recipe_of_the_package(tmp_path: Path, caps
     few = ["--data.n", "64", "--cold_start.data.n", "64", "--evaluation.data.n", "8"]
     words = ["--dry-run", "--max_steps", "7", "--output_dir", str(tmp_path / "out"), *few]
     assert main(["quickstart", *words]) == 0
-    by_name = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    by_name = printed.out.splitlines()
+    assert "it/s" not in printed.err  # bars of loading and saving
     recipe = RECIPES / "quickstart" / "dr_grpo.yaml"
     assert by_name[0] == f"recipe: {recipe}"
     assert main(["train", "--config", str(recipe), *words]) == 0
@@ -67,6 +69,16 @@ def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture
         "--like RUN",
     ):
         assert words in said
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "curate", "long2short", "rounds"])
+def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only `grpo-lab --help` said so, of two of them."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[options] [--key value …]" in said
+    assert "Every setting of the recipe can be replaced by --key value" in said
 
 
 # --- --dry-run ----------------------------------------------------------------------------------------------------------
