@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(words)
     if words is None and getattr(known, "dry_run", False):
-        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # no engine starts, and TRL's import of it is the longest part
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
     for noisy in (
         "httpx",
@@ -172,7 +172,7 @@ def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest: list[str]) -> int:
-    """The recipe of the command line, planned (``--dry-run``) or run. ``read``, ``plan``, ``run``: functions of the pipelines."""
+    """The recipe of the command line, planned (``--dry-run``) or run, by functions of the pipelines."""
     from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.in_words import show
     from grpo_lab.pipelines.recipe_file import parse_overrides

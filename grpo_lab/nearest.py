@@ -52,7 +52,7 @@ def refuse_unknown(
 def refuse_unknown_arguments(
     called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()
 ) -> None:
-    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has no signature.
+    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has none.
 
     Args:
         beside: what may stand in the same place, besides.
@@ -64,7 +64,7 @@ def refuse_unknown_arguments(
 
 
 def refuse_misfit(called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()) -> None:
-    """The same, for what is called with nothing else: ``ValueError`` for an argument that it needs and is not given, too."""
+    """The same, for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
     given, beside = list(given), list(beside)
     refuse_unknown_arguments(called, given, where, beside)
     for one in _parameters(called):

@@ -23,7 +23,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     """The text of ``messages`` by the tokenizer's chat template.
 
     Raises:
-        ValueError: the template fails on them, leaves its sandbox, or takes more time, memory or text than any prompt needs.
+        ValueError: the template fails on them, leaves its sandbox, or takes more than any prompt needs.
     """
     try:
         with _bounded():
@@ -42,7 +42,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Memory where Linux says what is used; time in the main thread, where signals come, and between two steps of the template."""
+    """Memory where Linux says what is used; time in the main thread, where signals come, between two steps."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = BYTES + (int(_USED.read_text().split()[0]) * resource.getpagesize() if _USED.is_file() else 0)
     timed = threading.current_thread() is threading.main_thread()

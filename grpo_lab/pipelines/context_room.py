@@ -115,10 +115,11 @@ def _check_cold_start(section: ColdStartSection, rows: Any, words: Any, context:
     whole = (_whole(row["prompt"], row["worked_solution"]) for row in rows)
     longest = _longest(whole, words, context)
     if longest > context:
+        limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
         raise ValueError(
-            f"`cold_start`: the longest prompt with its worked solution has {longest} tokens, `cold_start.max_length` is "
-            f"{section.arguments.get('max_length', SFT_MAX_LENGTH)}, and the model's context (max_position_embeddings) is {context}: "
-            f"set `cold_start.max_length` to at most {context} (longer rows are cut), or leave such rows out"
+            f"`cold_start`: the longest prompt with its worked solution has {longest} tokens, `cold_start.max_length` "
+            f"is {limit}, and the model's context (max_position_embeddings) is {context}: set `cold_start.max_length` "
+            f"to at most {context} (longer rows are cut), or leave such rows out"
         )
 
 
@@ -139,8 +140,8 @@ def _check_completion(config: Any, context: int) -> None:
     limit = completion_limit(config)
     if limit is not None and limit >= context:
         raise ValueError(
-            f"`max_completion_length` is {limit}, and the model's context (max_position_embeddings) is {context} tokens, for prompt "
-            "and completion together; lower it"
+            f"`max_completion_length` is {limit}, and the model's context (max_position_embeddings) is {context} "
+            "tokens, for prompt and completion together; lower it"
         )
 
 

@@ -60,7 +60,7 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
 
 
 def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> Asked:
-    """What the recipe names; nothing is written. ValueError for what would stop the curation (a dry run asks the same)."""
+    """What the recipe names; nothing is written. ValueError for what would stop it; a dry run asks it, too."""
     check_folder(recipe)
     if not overwrite:
         check_counts(recipe)

@@ -48,7 +48,7 @@ def check_columns(recipe: Recipe, rows: Dataset, rewards: list[Any]) -> None:
 
 
 def check_trackers(names: Any, where: str = "report_to") -> None:
-    """ValueError for a tracker that nobody knows, or that is not installed; transformers says so when the trainer is built."""
+    """ValueError for a tracker that nobody knows or that is not installed, before the trainer is built."""
     from transformers.integrations import integration_utils
 
     here = {*integration_utils.get_available_reporting_integrations(), "none", "all", "flyte"}
@@ -61,7 +61,9 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
 
 
 def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool) -> Any:
-    """The rows of a cold start, its settings looked at as well. A dry run (``here_only``) makes few where their number costs time alone.
+    """The rows of a cold start, its settings looked at as well.
+
+    A dry run (``here_only``) makes few of them, where more would show nothing else.
 
     Args:
         model: its tokenizer and configuration, where they are known.

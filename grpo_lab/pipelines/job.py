@@ -1,6 +1,6 @@
 """A recipe of `grpo-lab train`, resolved once: settings read, everything that it names loaded, built and looked at.
 
-The run and its dry run go through here, so that what one refuses before its first step, the other refuses in the same words.
+The run and its dry run go through here: what one refuses before its first step, the other refuses in the same words.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def start_is_whole(recipe: Recipe) -> bool:
 
 
 def _ask_the_trainer(recipe: Recipe, config: Any, rewards: list[Any], rows: Any, eval_rows: Any) -> None:
-    """What its constructor refuses before it looks at a model. A team's constructor may first change what it is given."""
+    """What its constructor refuses before it looks at a model. A team's own may first change what it is given."""
     kind = parts.trainer_class(recipe)
     if kind.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
         given(kind, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)

@@ -76,20 +76,20 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
 
 
 def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) -> Questions:
-    """What the recipe names; nothing is written. ValueError for what would stop the run (a dry run asks the same)."""
+    """What the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it, too."""
     check_folder(recipe, overwrite)
-    data = None if recipe.method == "merge" else recipe.data
-    found = questions(data, recipe.reward, recipe.evaluation, here_only)
-    check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     if recipe.method == "merge":
         check_mergeable(str(recipe.model.path), str(recipe.short_model))
-        return found
-    settings = check_training(recipe.method, recipe.training)
-    check_trackers(settings.get("report_to"), "training.report_to")
-    file = samples_file(recipe)
-    check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
-    if recipe.samples is not None or not overwrite:
-        refuse_other_count(file, recipe.sampling.n_samples, "n_samples", "remove it, or name another with `--samples`")
+    else:
+        settings = check_training(recipe.method, recipe.training)
+        check_trackers(settings.get("report_to"), "training.report_to")
+        file = samples_file(recipe)
+        check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
+        if recipe.samples is not None or not overwrite:
+            instead = "remove it, or name another with `--samples`"
+            refuse_other_count(file, recipe.sampling.n_samples, "n_samples", instead)
+    found = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
+    check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     return found
 
 
@@ -198,7 +198,7 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     return folder
 
 
-def _claim(recipe: Long2ShortRecipe, overwrite: bool, digest: Any) -> Path:
+def _claim(recipe: Long2ShortRecipe, overwrite: bool, digest: Any = None) -> Path:
     folder = check_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite and read_marker(folder / "run.json").get("pipeline") == "long2short":

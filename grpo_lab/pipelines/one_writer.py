@@ -77,7 +77,7 @@ class OneWriter:
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
-    """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written there."""
+    """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     why = "" if there.is_dir() else "that is no folder"
     try:

@@ -54,7 +54,7 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     elif section.name in SHAPING:
         from grpo_lab.trainer.trl_bridge import rewards as trl_rewards
 
-        return _built(trl_rewards.SHAPING[section.name], section, where)
+        return _built(trl_rewards.shaping(section.name), section, where)
     elif ":" in section.name:
         kind = load_named(section.name, where)
     elif "/" in section.name or is_local(section.name):
@@ -147,8 +147,8 @@ def loading(model: str) -> Iterator[None]:
         if is_local(model):
             raise ValueError(f"{model!r} cannot be loaded: {said}") from error
         raise ValueError(
-            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives ({said}). Without network, "
-            "name a local folder"
+            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives ({said}). Without "
+            "network, name a local folder"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """What `curate`, `long2short` and `rounds` ask a saved model, loaded and looked at before anything is written.
 
-A run and its dry run go through here, so that what one refuses before its first sample, the other refuses in the same words.
+A run and its dry run go through here: what one refuses before its first sample, the other refuses in the same words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_lab.rollouts.engine import EngineOptions
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows, what judges the answers, and held-out rows. None: there are none, or (in a dry run) they are on the hub and not here."""
+    """Rows, what judges the answers, and held-out rows. None: there are none, or a dry run has them not here."""
 
     rows: Any
     reward: Any

@@ -58,7 +58,7 @@ def _takes_template(load: Callable[..., Any]) -> bool:
 
 
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
-    """What a team's loader gave: a ``Dataset`` or a list of rows, with ``prompt``, or with ``question`` for the recipe's template."""
+    """What a team's loader gave, with ``prompt``, or with ``question`` for the recipe's template."""
     from datasets import Dataset
 
     from grpo_lab.data.prompts import find_template

@@ -37,9 +37,9 @@ def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
     now = rows_fingerprint(rows)
     if then is not None and then != now:
         raise ValueError(
-            f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → {now['count']} "
-            f"rows ({now['fingerprint']}). A resumed run goes on in the same order through the same rows: bring them back, or "
-            "choose another `--output_dir`, or give --overwrite"
+            f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "
+            f"{now['count']} rows ({now['fingerprint']}). A resumed run goes on in the same order through the same "
+            "rows: bring them back, or choose another `--output_dir`, or give --overwrite"
         )
 
 

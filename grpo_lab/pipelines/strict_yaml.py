@@ -1,8 +1,8 @@
-"""YAML in which a line means one thing: a key stands once in its section, and a value is what YAML 1.1 and 1.2 both take it for.
+"""YAML in which a line means one thing: a key stands once, and a value is what YAML 1.1 and 1.2 both take it for.
 
-Read otherwise than by ``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with the line: a key
-that stands twice, ``010`` (8 or 10), ``1:30`` (90 or text), a bare ``on`` as a key, an anchor inside itself, nesting without end.
-A bare ``off`` or ``no`` is false, as in YAML 1.1 and for TRL's own reader; a setting that takes text says so (``reading.typed``).
+Read otherwise than by ``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with
+its line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself,
+nesting without end. A bare ``off`` is false, as in YAML 1.1; a setting that takes text says so (``reading.typed``).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 def parsed(text: str, what: str) -> Any:
-    """What ``text`` says. ValueError of one line for what is no YAML, or means two things; ``what`` names the file or the option."""
+    """What ``text`` says. ValueError of one line for what is no YAML, or means two things; ``what`` names the place."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:

@@ -1,4 +1,4 @@
-"""Settings of TRL and transformers that take one of a few names, or a number of a range: a wrong value is refused with the setting.
+"""Settings of TRL and transformers that take one of a few names, or a number of a range: what else is refused.
 
 Neither of the two looks at them before they are used: at the first step, or never.
 """

@@ -46,7 +46,8 @@ def with_registered(settings: LabSettings) -> LabSettings:
     chosen = settings.objective
     if chosen is not None and chosen.name in TRLS_OWN:
         raise ValueError(
-            f"`objective` is {chosen.name!r}, which is a loss of TRL's own: set `loss_type: {chosen.name}`, and leave `objective` out"
+            f"`objective` is {chosen.name!r}, which is a loss of TRL's own: set `loss_type: {chosen.name}`, and leave "
+            "`objective` out"
         )
     if chosen is None or not isinstance(chosen.name, str) or ":" not in chosen.name:
         return settings

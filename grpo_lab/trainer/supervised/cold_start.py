@@ -18,7 +18,7 @@ from grpo_lab.trainer.settings.gone import SUPERVISED_GONE
 def checked(config: Any, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``arguments`` in the types that ``config``, a configuration class of TRL's, declares.
 
-    ``ValueError``, naming ``where``, for a setting that it does not have, a name that its setting does not know, or a number out of range.
+    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be.
     """
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
     found = typed(arguments, config, where)
