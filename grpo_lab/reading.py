@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,12 +39,16 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, though Python counts it as one; ``"1e3"`` is one, though ``int`` does not read it."""
-    if isinstance(value, bool):
-        raise ValueError
+    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is, though ``int`` does not read it."""
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
-        return float(value)
+        value = float(value)
+    if isinstance(value, bool) or _is_nan(value):
+        raise ValueError
     return value
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _or_default(value: Any) -> Any:
@@ -242,7 +247,8 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
     if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
         raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
-    if not numbers or value is None or type(value) in kinds or (numbers == [bool] and str in kinds):
+    read = value is None or (type(value) in kinds and not _is_nan(value))
+    if not numbers or read or (numbers == [bool] and str in kinds):
         return value
     other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
     found = _number(value, numbers)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
+from grpo_lab.batch import TokenBatch
 from grpo_lab.cli import main
 from grpo_lab.pipelines.one_writer import OneWriter
 
@@ -75,7 +78,11 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--max_prompt_length", "64"], "has no setting 'max_prompt_length' any more: TRL cuts no prompts"),
     (("train",), ["--evalution", "3"], "the recipe has no setting 'evalution'; did you mean 'evaluation'"),
     (("train",), ["--learning_rate", "-1"], "`learning_rate` is -1; it must be a finite number of at least 0"),
-    (TRAINED, ["--training.learning_rate", ".nan"], "`training.learning_rate` is nan; it must be a finite number of at least 0"),
+    (TRAINED, ["--training.learning_rate", ".nan"], "`training.learning_rate` is nan; it must be a number"),
+    (TRAINED, ["--training.learning_rate", ".inf"], "`training.learning_rate` is inf; it must be a finite number of at least 0"),
+    (("train",), ["--objective", "{surrogate: 'unit.test_refusals:Push', strength: .nan}"], "`objective.strength` is nan; it must be a number"),
+    (("train",), ["--rewards", "[{name: accuracy, weight: .nan}]"], "`rewards.0.weight` is nan; it must be a number"),
+    (ALL, ["--temperature", ".nan"], "`temperature` is nan; it must be a (finite )?number"),
     (TRAINED, ["--training.max_steps", "few"], "`training.max_steps` is 'few'; it must be a whole number"),
     (("train",), ["--save_steps", "0"], "`save_steps` is 0; it must be a finite number above 0, or `save_strategy: no`"),
     (TRAINED, ["--training.save_strategy", "steps", "--training.save_steps", "0"], "`training.save_steps` is 0; it must be"),
@@ -87,6 +94,18 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train", "curate"), ["--rounds.count", "2"], "this is a recipe of `grpo-lab rounds`, since it has `rounds`"),
     (("curate", "rounds"), ["--method", "merge"], "this is a recipe of `grpo-lab long2short`, since it has `method: merge`"),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Push:
+    """A part of a team's, with a knob."""
+
+    strength: float = 1.0
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -self.strength * batch.advantages * batch.logps
+
+
 CASES = [(command, words, said) for commands, words, said in WRONG for command in commands]
 
 
