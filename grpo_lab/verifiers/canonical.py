@@ -245,7 +245,7 @@ TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
 _GROUP_OF_TEXT = re.compile(TEXT_GROUP)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]+")
-_NAME_WITH_AND = re.compile(r"[A-Za-z]+\\?&[A-Za-z]+")  # M&Ms, A&W; in a matrix a mark
+_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
 _FUNCTIONS_WORDS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
     "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
