@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_attacks import FORGED, GREEDY, HARMFUL, TESTS
+from code_attacks import FORGED, GREEDY, HARMFUL, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.verifiers.code import folder as folders
@@ -105,6 +105,13 @@ def nothing_paid(found: dict[str, float | None]) -> None:
 def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left: None) -> None:
     nothing_paid(scores(reward, FORGED))
     assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
+    reward.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_paid_for_a_row_s_form(reward: CodeReward, no_process_left: None) -> None:
+    programs, tests = zip(*ON_FORMS.values(), strict=True)
+    nothing_paid(dict(zip(ON_FORMS, reward(completions=programs, tests=tests), strict=True)))
     reward.close()
 
 
