@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; workers and ranks share the cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
 def thorough() -> dict[str, str]:
@@ -29,20 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test, _, case = item.nodeid.partition("[")
         if test in left_out and case.removesuffix("]") != (left_out[test] or None):
             item.add_marker(pytest.mark.thorough)
-    if hasattr(config, "workerinput"):
-        from by_file import slow_first
-
-        slow_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadgroup``: whole files and groups to a worker (:mod:`by_file`)."""
-    if config.getoption("dist") != "loadgroup":
-        return None
-    from by_file import ByFile
-
-    return ByFile(config, log)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # so that no worker of xdist ends with a long file
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import warm
+import forked
 from grpo_lab.checkpoints import what_is_broken
 from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.recipe import recipe_from
@@ -258,11 +257,10 @@ def stopped(folder: Path, name: str) -> None:
 def test_asked_to_stop_it_stops_after_the_checkpoint(home: Path) -> None:
     """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit 0."""
     (home / "asked.yaml").write_text(yaml.safe_dump(asked(home, "SIGTERM")))
-    command = [warm.python(), str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 75, done.stdout + done.stderr
-    assert "SIGTERM: stopped at step" in done.stderr
+    command = [str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
+    code, printed = forked.run(command, home / "printed", folder=home)
+    assert code == 75, printed
+    assert "SIGTERM: stopped at step" in printed
     stopped(home / "asked-SIGTERM", "SIGTERM")
 
 

@@ -26,8 +26,8 @@ from grpo_lab.rewards import CodeReward
 from grpo_lab.verifiers.code import folder as folders
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
-ON_ITS_WAY_S = 2.0
-"""For the start of processes on a busy machine, beside the limit."""
+ON_ITS_WAY_S = 30.0
+"""For the start of processes on a busy machine, beside the limit; what sleeps, sleeps for ten minutes."""
 WALLS = {
     "all walls": None,
     "no namespaces": ["seccomp", "landlock", "limits"],
@@ -70,7 +70,7 @@ def no_process_left() -> Iterator[None]:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     before = children()
     yield
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 60.0
     while children() - before and time.monotonic() < deadline:
         try:
             os.waitpid(-1, os.WNOHANG)  # orphans that have ended
@@ -174,7 +174,7 @@ def test_the_forgeries_are_real() -> None:
     paid = []
     for name in ("leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything", "an int that equals everything",
                  "a mock", "patches AssertionError", "leaves at exit", "quit() in the call"):  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=600)
         paid += [name] * (done.returncode == 0)
     assert len(paid) >= 6, paid
 
