@@ -11,7 +11,9 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -31,19 +33,21 @@ _forks.set_forkserver_preload(
 
 
 def start(
-    words: Sequence[str], output: Path, environment: Mapping[str, str], folder: Path | None = None
+    words: Sequence[str], printed: tuple[Path, Path], environment: Mapping[str, str], folder: Path | None = None
 ) -> BaseProcess:
-    """``python SCRIPT ARGUMENTS…``; what it prints is appended to ``output``."""
-    script = _forks.Process(target=_become, args=(list(words), output, dict(environment), folder or Path.cwd()))
+    """``python SCRIPT ARGUMENTS…``; what it prints is appended to the two files, of stdout and of stderr."""
+    script = _forks.Process(target=_become, args=(list(words), printed, dict(environment), folder or Path.cwd()))
     with mock.patch.dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS="1"):  # of the server, should it start now
         script.start()
     return script
 
 
-def run(words: Sequence[str], output: Path, folder: Path | None = None, **more: str) -> tuple[int, str]:
-    """Exit code and what it printed. ``more``: environment variables beside this process's own."""
-    code = finish([start(words, output, {**os.environ, **more}, folder)], timeout=600)
-    return code, output.read_text()
+def run(words: Sequence[str], folder: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """To its end. ``more``: environment variables beside this process's own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        printed = Path(temporary) / "out", Path(temporary) / "err"
+        code = finish([start(words, printed, {**os.environ, **more}, folder)], timeout=1800)
+        return subprocess.CompletedProcess(words, code, *(file.read_text() for file in printed))
 
 
 def finish(scripts: Sequence[BaseProcess], timeout: float) -> int:
@@ -75,11 +79,10 @@ def end_with_children(pid: int | None) -> None:
                 process.kill()
 
 
-def _become(words: list[str], output: Path, environment: dict[str, str], folder: Path) -> None:
+def _become(words: list[str], printed: tuple[Path, Path], environment: dict[str, str], folder: Path) -> None:
     """This fork as the script: its words, folder, environment and streams."""
-    printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    for stream, file in enumerate(printed, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -77,11 +77,11 @@ def accelerate_launch(config: Path, processes: int, words: Sequence[str], cold: 
             else:
                 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 ranks = of_ranks(config, processes, environment, store.port)
-                code = forked.finish([forked.start(words, printed, of_rank) for of_rank in ranks], LIMIT_S)
+                code = forked.finish([forked.start(words, (printed, printed), of_rank) for of_rank in ranks], LIMIT_S)
         finally:
             output = printed.read_text(errors="replace")
             print(output[-4000:])
-    assert code == 0, output[-6000:]
+    assert code == 0, output[-20_000:]
     return output
 
 

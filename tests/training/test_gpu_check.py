@@ -30,9 +30,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     """The script in a process of its own -> exit code, JSON, table."""
     command = [str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(folder / "found.json"), *words]
-    code, printed = forked.run(command, folder / "printed", CUDA_VISIBLE_DEVICES="")
-    assert (folder / "found.json").is_file(), printed[-3000:]
-    return code, json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()
+    done = forked.run(command, CUDA_VISIBLE_DEVICES="")
+    assert (folder / "found.json").is_file(), done.stderr[-3000:]
+    return done.returncode, json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     yield folder
     torch.set_num_threads(threads)
     os.chdir(before)
-    sys.path.remove(str(folder))
+    sys.path[:] = [path for path in sys.path if path != str(folder)]
     sys.modules.pop("pipeline_team", None)
 
 
@@ -258,9 +258,9 @@ def test_asked_to_stop_it_stops_after_the_checkpoint(home: Path) -> None:
     """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit 0."""
     (home / "asked.yaml").write_text(yaml.safe_dump(asked(home, "SIGTERM")))
     command = [str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
-    code, printed = forked.run(command, home / "printed", folder=home)
-    assert code == 75, printed
-    assert "SIGTERM: stopped at step" in printed
+    done = forked.run(command, folder=home)
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "SIGTERM: stopped at step" in done.stderr
     stopped(home / "asked-SIGTERM", "SIGTERM")
 
 

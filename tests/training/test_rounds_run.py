@@ -66,9 +66,9 @@ def test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_ch
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe(tiny_folder)))
     worker = [str(TESTS / "training" / "rounds_worker.py"), str(tmp_path / "recipe.json"), str(tmp_path)]
-    code, printed = forked.run(worker, tmp_path / "printed")
-    assert code == 0, printed[-3000:]
-    said = [line for line in printed.splitlines() if line.startswith(("in_", "asked_"))]
+    done = forked.run(worker)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("in_", "asked_"))]
     assert said == [
         "in_sample", "in_select sample", "in_train sample select", "in_evaluate sample select train",
         "asked_in_sample 5 lines",  # the header, and the batch under way
@@ -80,7 +80,7 @@ def test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_ch
         other = files(tmp_path / broken / "out")
         assert sorted(whole) == sorted(other)
         assert [name for name in whole if whole[name] != other[name]] == []
-    assert "at step 2, with a checkpoint; out can be gone on with by the same command" in printed
+    assert "at step 2, with a checkpoint; out can be gone on with by the same command" in done.stderr
     assert "round-2/model/model.safetensors" in whole
     assert not [name for name in whole if ".part" in name or "sampling" in name]
     assert (

@@ -13,10 +13,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "examples" / "team_surro
 
 @pytest.mark.slow
 def test_the_team_script_trains(tmp_path: Path) -> None:
-    words = [str(SCRIPT), str(tmp_path / "run")]
-    code, printed = forked.run(words, tmp_path / "printed", folder=SCRIPT.parents[2])
-    assert code == 0, printed[-3000:]
-    assert "surrogate=soft_clip, aggregation=fixed_budget" in printed
+    done = forked.run([str(SCRIPT), str(tmp_path / "run")], folder=SCRIPT.parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "surrogate=soft_clip, aggregation=fixed_budget" in done.stdout
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 

@@ -74,6 +74,6 @@ def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "script.py").write_text(script)
     words = [str(tmp_path / "script.py"), str(tiny_folder), str(tmp_path)]
-    code, printed = forked.run(words, tmp_path / "printed")
-    assert code == 0, printed[-3000:]
-    assert printed.count("exact update: micro-batches stay as TRL cut them") == 1
+    done = forked.run(words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("exact update: micro-batches stay as TRL cut them") == 1

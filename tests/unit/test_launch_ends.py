@@ -45,14 +45,13 @@ def script(folder: Path, *lines: str) -> str:
 def test_a_fork_is_the_script(tmp_path: Path) -> None:
     """Words, environment, folder, what is printed and the exit code; and a process that forks has one thread."""
     said = "import os, sys; print(sys.argv[1:], os.environ['ASKED'], os.getcwd(), __name__); sys.exit(3)"
-    words = [script(tmp_path, said), "a", "b c"]
-    code, printed = forked.run(words, tmp_path / "printed", folder=tmp_path, ASKED="yes")
-    assert (code, printed) == (3, f"['a', 'b c'] yes {tmp_path} __main__\n")
-    code, printed = forked.run([script(tmp_path, "1 / 0")], tmp_path / "failed")
-    assert code == 1
-    assert printed.endswith("ZeroDivisionError: division by zero\n")
-    code, _ = forked.run([script(tmp_path, "import os; os.kill(os.getpid(), 9)")], tmp_path / "killed")
-    assert code == -signal.SIGKILL
+    done = forked.run([script(tmp_path, said), "a", "b c"], folder=tmp_path, ASKED="yes")
+    assert (done.returncode, done.stdout) == (3, f"['a', 'b c'] yes {tmp_path} __main__\n")
+    failed = forked.run([script(tmp_path, "1 / 0")])
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+    killed = forked.run([script(tmp_path, "import os; os.kill(os.getpid(), 9)")])
+    assert killed.returncode == -signal.SIGKILL
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     threads = [task.joinpath("comm").read_text().strip() for task in Path(f"/proc/{server}/task").iterdir()]
     assert len(threads) - threads.count("jemalloc_bg_thd") == 1  # pyarrow's; it prepares for a fork and starts anew
@@ -67,9 +66,8 @@ def test_one_rank_that_fails_or_a_time_that_is_over_ends_all(tmp_path: Path) -> 
     words = [script(tmp_path, *lines, "time.sleep(600)")]
     for name, timeout, ends in (("fails", 600, {"0", "1"}), ("late", 0.1, {"0"})):
         (tmp_path / name).mkdir()
-        ranks = [
-            forked.start(words, tmp_path / name / "printed", {"RANK": rank}, tmp_path / name) for rank in sorted(ends)
-        ]
+        printed = tmp_path / name / "printed"
+        ranks = [forked.start(words, (printed, printed), {"RANK": rank}, tmp_path / name) for rank in sorted(ends)]
         if name == "late":
             with pytest.raises(AssertionError, match="not at their end after 0 s"):
                 forked.finish(ranks, timeout)
