@@ -50,7 +50,7 @@ test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part o
 	done
 
 test-fast: setup  ## the part of the suite that takes under two minutes
-	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not thorough and not vllm"
+	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -19,20 +19,20 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 
-def thorough() -> dict[str, str]:
-    """``tests/thorough.txt``: test → the case that stays in ``make test-fast``, or nothing."""
-    lines = (Path(__file__).parent / "thorough.txt").read_text().splitlines()
+def not_fast() -> dict[str, str]:
+    """``tests/not_fast.txt``: test → the case that stays in ``make test-fast``, or nothing."""
+    lines = (Path(__file__).parent / "not_fast.txt").read_text().splitlines()
     pairs = (line.partition("|") for line in lines if not line.startswith("#"))
     return {test.strip(): kept.strip() for test, _, kept in pairs}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = thorough()
+    left_out = not_fast()
     for item in items:
         test, _, case = item.nodeid.partition("[")
         if test in left_out and case.removesuffix("]") != (left_out[test] or None):
-            item.add_marker(pytest.mark.thorough)
+            item.add_marker(pytest.mark.not_fast)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # so that no worker of xdist ends with a long file
 
