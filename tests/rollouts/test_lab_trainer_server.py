@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.rollouts import weight_files
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.serve import refuse_unsupported_model
@@ -95,12 +96,19 @@ def assert_proven(trainer: LabTrainer, steps: int) -> None:
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
-def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def weight_folders(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the names of this process's folders begin with; another's training may be on this machine."""
+    monkeypatch.setattr(weight_files, "FOLDER_PREFIX", f"{weight_files.FOLDER_PREFIX}{os.getpid()}_")
+    return weight_files.FOLDER_PREFIX
+
+
+def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_path: Path, weight_folders: str) -> None:
     trainer = build(tmp_path, models("qwen2", True), server.options.base_url)
     assert trainer.vllm_generation.vllm_client.way == "shared_memory"
     trainer.train()
     assert_proven(trainer, 5)
-    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
+    assert not list(Path("/dev/shm").glob(f"{weight_folders}*"))
 
 
 def test_a_stale_layer_is_caught_and_named(
@@ -189,7 +197,9 @@ def test_a_failed_push_leaves_merged_adapters_unmerged(
         torch.testing.assert_close(tensor, before[name], msg=name)
 
 
-def test_a_server_killed_during_a_generation_leaves_a_checkpoint(server: Server, models: Any, crashed: Path) -> None:
+def test_a_server_killed_during_a_generation_leaves_a_checkpoint(
+    server: Server, models: Any, crashed: Path, weight_folders: str
+) -> None:
     """Last of those that use the module's first server: the third generation is killed under way."""
     trainer = build(crashed, models("qwen2", True), server.options.base_url, **LONG)
     times = kill_during(trainer.vllm_generation.vllm_client, 3, lambda: kill(server))
@@ -204,7 +214,7 @@ def test_a_server_killed_during_a_generation_leaves_a_checkpoint(server: Server,
     weights = trainer.model.state_dict()
     assert set(weights) - set(kept) <= {"lm_head.weight"}  # tied
     assert all(torch.equal(kept[name], weights[name]) for name in kept)
-    assert not list(Path("/dev/shm").glob("grpo-lab-weights-*"))
+    assert not list(Path("/dev/shm").glob(f"{weight_folders}*"))
 
 
 def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, crashed: Path) -> None:
