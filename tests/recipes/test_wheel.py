@@ -30,7 +30,7 @@ for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):
 print(grpo_lab.__file__)
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ log = Path(sys.argv[2])
 def generate(prompts, n):
     with log.open("a") as file:
         file.write("".join(p + "\\n" for p in prompts))
-    time.sleep(0.05)
+    if sys.argv[3] == "hold" and len(log.read_text().splitlines()) >= 12:
+        time.sleep(3600)
     return [["x"] * n for _ in prompts]
 
 problems = [{"prompt": f"problem {k}"} for k in range(40)]
@@ -172,7 +173,7 @@ print(sum(rate.rate == 1.0 for rate in rates))
 def test_a_killed_process_goes_on_and_a_second_writer_is_refused(tmp_path: Path) -> None:
     file, log = tmp_path / "rates.jsonl", tmp_path / "asked.txt"
     command = [sys.executable, "-c", CHILD, str(file), str(log)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE)
+    first = subprocess.Popen([*command, "hold"], stdout=subprocess.PIPE)
     while not (log.exists() and len(log.read_text().splitlines()) >= 12):
         assert first.poll() is None
         time.sleep(0.01)
@@ -182,7 +183,7 @@ def test_a_killed_process_goes_on_and_a_second_writer_is_refused(tmp_path: Path)
     first.wait()
     saved = len(file.read_bytes().splitlines()) - 1
     assert saved >= 10
-    second = subprocess.run(command, capture_output=True, check=True)
+    second = subprocess.run([*command, "go on"], capture_output=True, check=True)
     assert second.stdout.strip() == b"40"
     asked = log.read_text().splitlines()
     assert len(set(asked)) == 40
