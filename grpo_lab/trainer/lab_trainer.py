@@ -169,9 +169,14 @@ class LabTrainer(GoingOn):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> Any:
+        training = self.model.training
         generated = super()._generate_single_turn(
             prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
+        if (
+            self.model.training is not training
+        ):  # transformers' continuous batching leaves training mode, in an evaluation, too
+            self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
             self.parts.sync_proof.prove(prompt_ids)
         return generated
