@@ -6,6 +6,7 @@ micro-batches; a hole costs no bin.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,12 @@ def half_step(base: Any) -> Any:
 def on_the_object(method: str) -> Callable[[Any], None]:
     def prepare(trainer: Any) -> None:
         original = getattr(trainer, method)
-        setattr(trainer, method, lambda *args, **kwargs: original(*args, **kwargs) * 0.5)
+
+        @functools.wraps(original)
+        def half(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) * 0.5
+
+        setattr(trainer, method, functools.partial(half) if method == "compute_loss" else half)
 
     return prepare
 
@@ -194,6 +200,23 @@ def test_a_hole_is_no_shorter_row(
     ours, stock = both(lambda base: holed(base, field, places), changes, tmp_path, tiny_folder, route)
     assert_same_movement(ours, stock)
     assert all(row["update/padding_share"] < 0.5 for row in ours.history if "loss" in row), "not in bins"
+
+
+def test_a_hole_that_is_made_on_the_object(tiny_folder: Path, tmp_path: Path) -> None:
+    """Old log-probs are of the row without it: they are made at generation there, as for an override."""
+
+    def prepare(trainer: Any) -> None:
+        original = trainer._generate_and_score_completions
+
+        def with_hole(inputs: Any) -> Any:
+            batch = original(inputs)
+            batch["completion_mask"][:, 1:3] = 0
+            return batch
+
+        trainer._generate_and_score_completions = with_hole
+
+    changes = {"num_iterations": 2}
+    assert_same_movement(*both(lambda base: base, changes, tmp_path, tiny_folder, "objective", prepare=prepare))
 
 
 def test_a_hole_in_a_resampled_batch(tiny_folder: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import Trainer
 
-#: classes and functions of these packages are no team's
-LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins")
+#: classes and functions of these packages are no team's; what decorators make is made in some
+LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "functools", "torch")
 
 
 def teams(trainer: Any, method: str) -> str | None:
@@ -37,7 +37,13 @@ def hf_runs_the_step() -> bool:
 
 
 def _is_librarys(code: Any) -> bool:
-    return code is None or str(getattr(code, "__module__", LIBRARIES[0])).split(".")[0] in LIBRARIES
+    """Of a function: it and all that it wraps (``functools.wraps`` gives a wrapper the module of what is wrapped)."""
+    while code is not None:
+        module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])
+        if str(module).split(".")[0] not in LIBRARIES:
+            return False
+        code = getattr(code, "__wrapped__", None) or getattr(code, "func", None)
+    return True
 
 
 __all__ = ["hf_runs_the_step", "teams"]
