@@ -24,7 +24,7 @@ from grpo_lab.update import Plan, plan_update
 
 CASES = 100
 #: bytes of a number on the way: token ids as int32, masks as one byte, everything else as it is
-ON_THE_WAY = {"prompt_ids": 4, "completion_ids": 4, "prompt_mask": 1, "completion_mask": 1, "tool_mask": 1}
+ON_THE_WAY = {"prompt_ids": 4, "completion_ids": 4, "completion_mask": 1, "tool_mask": 1}
 
 
 def micro_batch(draw: random.Random, rows: int, kind: int, place: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
     and the rows that they hold and this rank computes."""
     count = window[0]["prompt_ids"].size(0)
     per_row = {name for name, value in window[0].items() if isinstance(value, Tensor) and value.shape[:1] == (count,)}
-    names = per_row - {"num_items_in_batch", POSITION_OFFSET}
+    names = per_row - {"num_items_in_batch", "prompt_mask", POSITION_OFFSET}
     table = {
         "prompts": [len(row) - row.index(1) for batch in window for row in batch["prompt_mask"].tolist()],
         "completions": [
@@ -139,7 +139,9 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
     }
     ranks = gather_object([table])
     mine, rows = accelerator.process_index, len(table["prompts"])
-    total = 8 * (len(ranks) - 1) * (rows * COLUMNS + len(table["widths"]))
+    total = (
+        8 * (len(ranks) - 1) * (rows * COLUMNS + len(table["widths"]) + 1)
+    )  # + 1: the prompt's mask has a width, too
     lengths = [n for rank in ranks for n in rank["completions"]]
     for places in plan.bins[mine]:
         for row in places:
@@ -152,7 +154,7 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
                 follows = max(r["widths"].get(name, 0) for r in ranks) == max(
                     r["widths"]["completion_ids"] for r in ranks
                 )
-                if name in ("prompt_ids", "prompt_mask"):
+                if name == "prompt_ids":
                     width = home["prompts"][row % rows]
                 elif (
                     value.dim() > 1

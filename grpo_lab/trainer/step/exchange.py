@@ -26,9 +26,8 @@ Ints = NDArray[np.int64]
 #: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
 _ON_THE_WAY = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
-    **dict.fromkeys(("prompt_mask", "completion_mask", "tool_mask"), torch.uint8),
+    **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
 }
-_OF_PROMPT = ("prompt_ids", "prompt_mask")
 _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 
@@ -73,7 +72,13 @@ class Exchange:
             stay = np.asarray([self._first])
         held = np.concatenate([stay, self._arriving.rows])
         self._places = {row: place for place, row in enumerate(held.tolist())}
-        sent = {**local.fields, _OFFSET: local.offset}
+        prompts, inside = local.fields["prompt_ids"], local.fields["prompt_mask"].bool()
+        sent = {
+            **local.fields,
+            "prompt_ids": torch.where(inside, prompts, ~prompts),
+            _OFFSET: local.offset,
+        }  # < 0: a hole
+        del sent["prompt_mask"]
         came = self._swapped(sent, layout) if self._moves else {}
         index = torch.as_tensor(stay - self._first, device=self._device)
         fields = {}
@@ -85,7 +90,12 @@ class Exchange:
                 width = layout.held_width(name, held)
                 parts = [_fitted(name, part, width) for part in parts]
             fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return RowTable(fields, fields.pop(_OFFSET), layout.per_token)
+        offset = fields.pop(_OFFSET)
+        prompts, inside = fields["prompt_ids"], fields["prompt_ids"] >= 0
+        own = _within(layout.prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
+        fields["prompt_ids"] = torch.where(inside, prompts, ~prompts)
+        fields["prompt_mask"] = own.to(local.fields["prompt_mask"].dtype)
+        return RowTable(fields, offset, layout.per_token)
 
     def _swapped(self, sent: dict[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
         """Fields of the rows that arrive, each as wide as its widest."""
@@ -167,14 +177,14 @@ class _Layout:
         """``[rows]``: without prompt padding, and for a field per token as wide as the bin that the row goes to, or less."""
         if dims == 1:
             return np.ones_like(routes.rows)
-        if name in _OF_PROMPT:
+        if name == "prompt_ids":
             found: Ints = self.prompts[routes.rows]
             return found
         padded = np.asarray(self._numbers.local_widths[name], dtype=np.int64)[routes.homes]
         return np.minimum(routes.widths, padded) if name in self.per_token else padded
 
     def held_width(self, name: str, held: Ints) -> int:
-        if name in _OF_PROMPT:
+        if name == "prompt_ids":
             return int(self.prompts[held].max())
         return max(1, int(self.completions[held].max())) if name in self.per_token else self._numbers.widths[name]
 
