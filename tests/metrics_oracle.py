@@ -45,6 +45,7 @@ class Recorded(LabTrainer):
         self._forwarded = 0
         self._generation: dict[str, Any] = {}
         self.accelerator.unwrap_model(self.model).register_forward_pre_hook(self._count, with_kwargs=True)
+        self._loss, self.parts.update.loss = self.parts.update.loss, self._recorded  # type: ignore[method-assign]
 
     def _count(self, _module: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -58,12 +59,12 @@ class Recorded(LabTrainer):
         self._generation = {"completions": completions, "scores": scores, "end": script.end_id}
         return super().compute_advantages(table)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _recorded(self, model: Any, inputs: Any, *args: Any) -> Any:
         if not self._parts:
             self._forwarded = 0
             self._before = in_float64(self.accelerator.unwrap_model(self.model))
         self._parts.append(inputs)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = self._loss(model, inputs, *args)
         if self.accelerator.sync_gradients:
             reference = None if self.ref_model is None else in_float64(self.accelerator.unwrap_model(self.ref_model))
             self.steps.append(

@@ -272,7 +272,7 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "expected": recipe.model.expected,
         "data": f"{recipe.data.loader} ({len(rows)} rows)",
         "template": recipe.data.template,
-        "objective": trainer.algorithm.names,
+        "objective": trainer.algorithm.with_hooks(trainer).names,
         "rewards": [asdict(reward) for reward in rewards_in_force(recipe, trainer)],
         "rows": rows_fingerprint(rows),
         "processes": trainer.accelerator.num_processes,

@@ -47,6 +47,8 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: i
     names = tuple(trainer.reward_func_names)
     faults = trainer.recorder.faults_in_training
     guarded = faults is not None
+    if faults is not None:
+        faults.generation()
     seams = [as_trl_calls_it(reward, name, guarded) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
     with trl_bridge.replaced(trainer, "reward_funcs", seams):
         values = trls(*of_rows)
