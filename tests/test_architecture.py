@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"verifiers"},
     "data": BASE | {"verifiers"},
     "curation": BASE | {"verifiers"},
-    "rollouts": BASE | {"verifiers"},
+    "rollouts": BASE | {"verifiers", "atomic"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
     "trainer": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "reading"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,9 +245,7 @@ def claim_output(folder: Path, overwrite: bool) -> None:
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".grpo-lab-can-write"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
