@@ -96,10 +96,8 @@ def _first_of_verdicts(samples: Sequence[Sample]) -> list[Sample]:
 def _sample(kind: str, before: Outcome | None, after: Outcome | None) -> Sample:
     either = after or before
     assert either is not None
-    solution = None if either.solution is None else visible(either.solution[:LONGEST_SHOWN])
-    return Sample(
-        either.problem, kind, visible(either.question[:LONGEST_SHOWN]), solution, _shown(before), _shown(after)
-    )
+    solution = None if either.solution is None else either.solution[:LONGEST_SHOWN]
+    return Sample(either.problem, kind, either.question[:LONGEST_SHOWN], solution, _shown(before), _shown(after))
 
 
 def _shown(outcome: Outcome | None) -> Shown | None:
@@ -108,18 +106,4 @@ def _shown(outcome: Outcome | None) -> Shown | None:
     verdict = {True: "correct", False: "wrong", None: "unscorable"}[outcome.correct]
     text = outcome.completion
     left_out = max(0, len(text) - LONGEST_SHOWN)
-    return Shown(visible(text[:LONGEST_SHOWN]), left_out, outcome.tokens, outcome.truncated, verdict)
-
-
-def visible(text: str) -> str:
-    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), which HTML cannot hold
-    otherwise, and the ones that reverse the writing direction by number, so that no text can dress up as another."""
-    return text.replace("\r\n", "\n").translate(_PICTURES)
-
-
-_DIRECTION = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_PICTURES: dict[int, int | str] = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    0x7F: 0x2421,
-    **{code: f"⟨U+{code:04X}⟩" for code in [*range(0x80, 0xA0), *_DIRECTION]},
-}
+    return Shown(text[:LONGEST_SHOWN], left_out, outcome.tokens, outcome.truncated, verdict)
