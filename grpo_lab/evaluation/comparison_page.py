@@ -40,10 +40,6 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
         )
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
         raise ValueError(f"--output {str(path)!r} exists and is no comparison; choose another file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {str(path)!r} cannot be written ({error.strerror}); choose another file") from error
     folders = [os.path.relpath(run.record.folder, path.parent) for run in found.runs]
     return comparison_page(found, folders).write(path)
 
@@ -62,7 +58,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     names = [run.name for run in found.runs]
     tests = [(f"{test.name} − {test.against}", *(cell for cell in test_cells(test) if cell)) for test in found.tests]
     head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
-    differing = [(name, *map(_said, values)) for name, values in found.differing]
+    differing = [(name, *(_said(name, value) for value in values)) for name, values in found.differing]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))
     figures = comparison_figures(found.runs)
     return Page(
@@ -155,5 +151,5 @@ def _accuracy(run: Compared) -> Line:
     return accuracy_line(run.record, run.name) if run.record.kind != EVALUATION else Line(run.name, [])
 
 
-def _said(value: Any) -> str:
-    return NOT_RECORDED if value is None else text_of("", value)
+def _said(name: str, value: Any) -> str:
+    return NOT_RECORDED if value is None else text_of(name.rpartition(".")[2], value)

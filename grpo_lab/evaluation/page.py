@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
 from grpo_lab.evaluation.files import write_text
-from grpo_lab.evaluation.samples import Sample
+from grpo_lab.evaluation.samples import LONGEST_SHOWN, Sample
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.visible import visible
 
@@ -57,16 +57,9 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A list of (name, text) under a heading."""
-
-    name: str
-    entries: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Section:
-    """What stands under one heading, in this order; ``folded``: what of it is to be seen until it is opened."""
+    """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading. ``folded``: the words that are
+    seen until the section is opened."""
 
     title: str
     lead: str = ""
@@ -77,7 +70,7 @@ class Section:
     bars: Sequence[Bar] = ()
     samples: Sequence[Sample] = ()
     table: Table | None = None
-    groups: Sequence[Group] = ()
+    groups: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     foot: str = ""
     folded: str = ""
 
@@ -116,13 +109,15 @@ class Page:
             ),
         )
         written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return environment.get_template("page.html.j2").render(page=self, written=written)
+        return environment.get_template("page.html.j2").render(page=self, written=written, longest=LONGEST_SHOWN)
 
-    def write(self, path: Path) -> Path:
-        """ValueError where ``path`` cannot be written."""
+    def write(self, path: str | Path) -> Path:
+        """ValueError where ``path`` cannot be written; a full disk is an OSError."""
+        path = Path(path)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.html())
-        except OSError as error:
+        except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             raise ValueError(f"{path} cannot be written ({error.strerror})") from error
         return path
 
@@ -142,16 +137,16 @@ _UNITS = {
 def settings_section(summary: Mapping[str, Any]) -> Section:
     """run.json folded away: its plain values first, then a list for each mapping, or list of mappings, in it."""
     plain: list[tuple[str, str]] = []
-    groups: list[Group] = []
+    groups: list[tuple[str, list[tuple[str, str]]]] = []
     for key in sorted(summary, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
         value = summary[key]
         if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
             value = {str(place): text_of("", one) for place, one in enumerate(value, start=1)}
         if isinstance(value, Mapping) and value:
-            groups.append(Group(_NAMES.get(key, str(key).replace("_", " ")), list(_entries(value, key))))
+            groups.append((_NAMES.get(key, str(key).replace("_", " ")), list(_entries(value, key))))
         elif key != "name":  # the page's heading
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
-    found = [*([Group("run", plain)] if plain else []), *groups]
+    found = [*([("run", plain)] if plain else []), *groups]
     return Section("Settings", groups=found, folded="what was run, and with what")
 
 

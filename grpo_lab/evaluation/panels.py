@@ -144,6 +144,7 @@ PANELS = [
     Panel("Gradient norm", "Before clipping. A jump that stays is a warning.", "norm",
           (("gradient norm", ("grad_norm",)),), from_zero=True, optional=True),
 ]  # fmt: skip
+_UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_)?reward", "reward"), ("_time$", "s")]
 
 
 def panels_of(*records: RunRecord) -> list[Panel]:
@@ -172,8 +173,9 @@ def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
 
 
 def unit_of(metric: str) -> str:
-    """Of a metric that a panel draws; empty for others."""
-    return next((panel.unit for panel in PANELS if metric in panel.metrics), "")
+    """Of a metric that a panel draws, or by its name; empty where that does not say."""
+    drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
+    return drawn.get(metric) or next((unit for told, unit in _UNITS if re.search(told, metric)), "")
 
 
 def _working(record: RunRecord) -> Figure | None:

@@ -18,13 +18,13 @@ COLUMNS = [
     *[("", "round {round:.0f}"), ("held-out accuracy", ACCURACY)],
     *[("length", "{length:.1f}"), ("questions", "{questions:,.0f}"), ("samples", "{samples:,.0f}")],
     *[("right", "{right_share:.1%}"), ("kept", "{kept_share:.1%}"), ("ways a solved problem", "{ways:.2f}")],
-    *[("rows", "{rows:,.0f}"), ("of them gold", "{gold:,.0f}"), ("steps", "{steps:,.0f}"), ("tokens generated", "{tokens:,.0f}")],
-    *[("sample length, tokens", "{sample_length:.1f}"), ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}")],
+    *[("rows (gold)", "{rows:,.0f} ({gold:,.0f})"), ("steps", "{steps:,.0f}"), ("tokens generated", "{tokens:,.0f}")],
+    *[("sample length", "{sample_length:.1f}"), ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}")],
 ]  # fmt: skip
 """Of the table: the heading, and how a cell is written; a dash where a number is not there."""
 _FOOT = (
     "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. Ways: right answers "
-    "that differ. The same lines, unrounded: rounds.jsonl."
+    "that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
 )
 
 

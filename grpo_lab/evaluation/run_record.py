@@ -70,7 +70,9 @@ def read_run(folder: str | Path) -> RunRecord:
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
     record = RunRecord(folder)
     record.summary = _read_summary(folder / "run.json", record.notices)
-    record.metrics = _read_metrics(folder / "metrics.jsonl", record.notices)
+    for step, row in _read_numbers(folder / "metrics.jsonl", "step", record.notices):
+        for name, value in row.items():
+            record.metrics.setdefault(name, []).append((step, value))
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
@@ -78,7 +80,8 @@ def read_run(folder: str | Path) -> RunRecord:
         result = _read_evaluation(path, record.notices)
         if result is not None:
             record.during.append((step, result))
-    record.rounds = _read_rounds(folder / "rounds.jsonl", record.notices)
+    rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
+    record.rounds = [{"round": number, **row} for number, row in rounds]
     record.kinds = _kinds_of(record)
     if record.summary.get("finished") is False:
         record.notices.insert(0, "the run is not finished: this is what it has written so far")
@@ -126,39 +129,41 @@ def _too_deep(value: Any, left: int) -> bool:
     return not left or any(_too_deep(one, left - 1) for one in inner)
 
 
-def _read_metrics(path: Path, notices: list[str]) -> dict[str, Series]:
-    if not path.is_file():
-        return {}
-    values: dict[str, dict[int, float]] = {}
+def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """(``key``, the other numbers) of each line, rising; what is left out is named."""
+    rows: dict[int, dict[str, float]] = {}
     damaged: list[tuple[int, str]] = []
     not_finite: dict[str, int] = {}
     repeated = 0
     for number, row in _json_lines(path, damaged):
-        step = row.get("step")
-        if not is_number(step):
-            damaged.append((number, f"no usable `step` (saw {str(step)[:40]!r})"))
+        at = row.pop(key, None)
+        if not is_number(at):
+            damaged.append((number, f"no usable `{key}` (saw {str(at)[:40]!r})"))
             continue
         for name, value in row.items():
-            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if not is_number(value):
+            if is_number(value):
+                repeated += name in rows.setdefault(int(at), {})
+                rows[int(at)][name] = float(value)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
                 not_finite[name] = not_finite.get(name, 0) + 1
-                continue
-            repeated += int(step) in values.setdefault(name, {})
-            values[name][int(step)] = float(value)
-    notices += _left_out(path, damaged)
+    for number, reason in sorted(damaged)[:_NUMBERED_LINES]:
+        notices.append(f"{path.name}, line {number}: {reason}; the line was left out")
+    if len(damaged) > _NUMBERED_LINES:
+        notices.append(f"{path.name}: {len(damaged) - _NUMBERED_LINES} further lines were left out")
     if repeated:
         notices.append(
-            f"metrics.jsonl: {repeated} values were logged twice for one step (a resumed run?); the later ones are shown"
+            f"{path.name}: {repeated} values were logged twice for one {key} (a resumed run?); the later ones are shown"
         )
     for name, count in not_finite.items():
         notices.append(
-            f"metrics.jsonl: {name} was NaN, infinite or beyond 1e100 in {count} {'row' if count == 1 else 'rows'}, not drawn"
+            f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {count} {'row' if count == 1 else 'rows'}, not drawn"
         )
-    return {name: sorted(points.items()) for name, points in values.items()}
+    return sorted(rows.items())
 
 
 def _json_lines(path: Path, damaged: list[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -172,30 +177,6 @@ def _json_lines(path: Path, damaged: list[tuple[int, str]]) -> Iterator[tuple[in
                 yield number, row
             else:
                 damaged.append((number, f"a JSON {type(row).__name__}, not an object"))
-
-
-def _left_out(path: Path, damaged: list[tuple[int, str]]) -> list[str]:
-    said = [
-        f"{path.name}, line {number}: {reason}; the line was left out"
-        for number, reason in sorted(damaged)[:_NUMBERED_LINES]
-    ]
-    further = len(damaged) - _NUMBERED_LINES
-    return [*said, f"{path.name}: {further} further lines were left out"] if further > 0 else said
-
-
-def _read_rounds(path: Path, notices: list[str]) -> list[dict[str, float]]:
-    if not path.is_file():
-        return []
-    damaged: list[tuple[int, str]] = []
-    lines = {}
-    for number, row in _json_lines(path, damaged):
-        numbers = {name: value for name, value in row.items() if is_number(value)}
-        if "round" in numbers:
-            lines[numbers["round"]] = numbers
-        else:
-            damaged.append((number, "no usable `round`"))
-    notices += _left_out(path, damaged)
-    return [line for _, line in sorted(lines.items())]
 
 
 def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | None:

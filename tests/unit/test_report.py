@@ -464,7 +464,7 @@ def test_failures_are_shown_beside_gains_in_the_rows_order():
     after = result([1.0] * 9 + [0.0] * 3 + [1.0] * 8)
     choice = choose_samples(before, after)
     assert dict(choice.counts) == {"became correct": 9, "became wrong": 2, "still wrong": 1, "stayed correct": 8}
-    assert [(s.problem, s.kind) for s in choice.samples] == [
+    assert [(s.asked.problem, s.kind) for s in choice.samples] == [
         (0, "became correct"), (1, "became correct"), (2, "became correct"), (10, "became wrong"), (11, "became wrong"),
         (9, "still wrong"), (12, "stayed correct"), (13, "stayed correct"),
     ]  # fmt: skip
@@ -480,7 +480,7 @@ def test_different_problems_are_not_laid_side_by_side(tmp_path):
 
 def test_one_side_alone_is_shown():
     choice = choose_samples(None, result([1.0] * 6 + [0.0] * 6))
-    assert [s.problem for s in choice.samples] == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert [s.asked.problem for s in choice.samples] == [0, 1, 2, 3, 6, 7, 8, 9]
     assert all(s.before is None for s in choice.samples)
     assert choose_samples(None, None).samples == []
 

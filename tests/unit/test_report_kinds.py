@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from grpo_lab.evaluation.comparison_page import print_comparison, write_comparis
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.rounds_table import line_of
-from grpo_lab.visible import encodable
+from grpo_lab.visible import VisibleFormatter, encodable
 from unit.test_report import Page, assert_self_contained, page_of, result, whole_run
 
 HIDDEN = "\x1b[2J\x00\u202e\u200b\u2066\ud800"
@@ -170,8 +171,9 @@ def test_nothing_reaches_the_terminal_raw(tmp_path: Path, plain: str, capsys: py
     print_comparison(compare([tmp_path / "a", tmp_path / "b"]), console)
     console.rule(plain)
     console.print(plain)
+    stream.write(VisibleFormatter().format(logging.makeLogRecord({"msg": "%s", "args": (plain,)})))
     shown = plain if plain != HIDDEN else SHOWN
-    assert stream.getvalue().count(shown) >= 5
+    assert stream.getvalue().count(shown) >= 6
     assert "\x1b" not in stream.getvalue()
     if plain == HIDDEN:
         assert main(["report", str(tmp_path / "\x1b[2J\u202e")]) == 2
