@@ -28,7 +28,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
     partial.unlink(missing_ok=True)
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # not through a link that stood there
+    os.close(no_link(str(partial), os.O_WRONLY | os.O_CREAT))
     write(partial)
     _to_disk(partial)
     os.replace(partial, place)
