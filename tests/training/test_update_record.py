@@ -10,7 +10,7 @@ import pytest
 
 import forked
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.evaluation.report import summary_groups
+from grpo_lab.evaluation.page import settings_section
 from parity.harness import Run, arguments, train
 
 METRICS = {
@@ -42,8 +42,7 @@ def test_one_warning_names_the_price_and_the_setting(
     assert told["because"] in line.getMessage()
     assert (told["first_step_tokens"], told["first_step_tokens_live_in_bins"]) == (computed, needed)
     assert free.trainer.exact_update.described()["rows"] == "live only"
-    report = next(group for group in summary_groups({"exact_update": told}) if group.name == "exact update")
-    assert ("because", told["because"]) in report.entries
+    assert ("because", told["because"]) in dict(settings_section({"exact_update": told}).groups)["exact update"]
 
 
 def test_what_was_asked_for_is_no_warning(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.curation import Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation.sample_file import opened
 
 PROBLEMS = [{"prompt": f"{k} + {k}?", "solution": str(2 * k), "domain": "sums"} for k in range(10)]
 
@@ -75,6 +76,18 @@ def test_going_on_repeats_nothing(tmp_path: Path) -> None:
     third = Scripted()
     assert pass_rates(PROBLEMS[::-1], third, exact, path=file, progress=False) == rates
     assert third.asked == []
+
+
+@pytest.mark.parametrize("content", ["my notes\n", "my notes", "a\nb", '{"a": 1}\n'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    """`--samples notes.txt`, or a link to it in the place of `pass_rates.jsonl`, emptied the file."""
+    notes, link = tmp_path / "notes.txt", tmp_path / "pass_rates.jsonl"
+    notes.write_text(content)
+    link.symlink_to(notes)
+    for path in (notes, link):
+        with pytest.raises(ValueError, match="something else than samples"), opened(path, {"grpo_lab": 1}, False):
+            pass
+    assert notes.read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.windows import rise_in_errors
 from grpo_lab.evaluation.health import facts_of, last_verdict, left_out, verdicts, windows
-from grpo_lab.evaluation.panels import panel_views
+from grpo_lab.evaluation.panels import panel_figures
 from grpo_lab.evaluation.run_record import RunRecord
 
 HEALTHY = {
@@ -195,9 +195,9 @@ def test_with_a_critic_no_group_is_dead() -> None:
 
 def test_the_report_of_a_critic_has_no_plot_of_dead_groups(tmp_path: Path) -> None:
     metrics = {"groups/dead_share": [(1, 0.5)], "loss": [(1, 0.1)]}
-    assert "Dead groups" in [view.title for view in panel_views(RunRecord(tmp_path, metrics=metrics))]
+    assert "Dead groups" in [view.title for view in panel_figures(RunRecord(tmp_path, metrics=metrics))[0]]
     titles = [
-        view.title for view in panel_views(RunRecord(tmp_path, metrics={**metrics, "ppo/task_reward": [(1, 0.5)]}))
+        view.title for view in panel_figures(RunRecord(tmp_path, metrics={**metrics, "ppo/task_reward": [(1, 0.5)]}))[0]
     ]
     assert "Dead groups" not in titles
     assert "Rewards of PPO" in titles
