@@ -104,6 +104,7 @@ PANELS = [
             ("clipped", ("clip_ratio/region_mean", "cispo_clip_ratio")),
             ("below", ("clip_ratio/low_mean",)),
             ("above", ("clip_ratio/high_mean",)),
+            ("above δ", ("clip_ratio/delta_mean",)),
         ),
         share=True,
     ),

@@ -46,6 +46,7 @@ from grpo_lab.trainer.scoring.reward_table import correctness
 from grpo_lab.trainer.scoring.stages import record, rewards_of_all, score
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.guard import with_lost_loss
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
@@ -190,9 +191,11 @@ class LabTrainer(GoingOn):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
+            self.parts.before_generation(self.model.training)
             scored = self._generate_and_score(inputs)
-            if self.model.training and self.lab_settings.update.dead_groups == "resample":
+            if self.model.training:
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
+                self.parts.prompts.record(self.recorder.book())
             made = valued(self, penalise(self, scored, self.parts.kl))
             put_advantages(self, made, credited(self, made, row_advantages(self, made)))
             scored.forwards.mark(scored.batch)
@@ -200,11 +203,9 @@ class LabTrainer(GoingOn):
 
     def _generate_and_score(self, inputs: Any) -> Scored:
         """One generation: completions and their rewards."""
-        self.parts.before_generation(self.model.training)
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            rewarded, book = scored.rewarded, self.recorder.book("train")
-            self.parts.prompts.record(rewarded.rows, correctness(rewarded.table, self.reward_funcs), book)
+            self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
         return scored
 
     def _group_size(self) -> int:
@@ -239,10 +240,9 @@ class LabTrainer(GoingOn):
         return self.recorder.book(mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = self._mode()
-        for name, value in self.recorder.book(mode).read().items():
-            self._metrics[mode][name] = [value]
-        super().log(logs, start_time)
+        means = self.recorder.book().read()
+        self._metrics[self._mode()].update({name: [value] for name, value in means.items()})
+        super().log(with_lost_loss(logs, means), start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""

@@ -108,7 +108,7 @@ class Parts:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation needs them."""
+        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it takes."""
         self.weight_schedules.apply()
         if training:
             self.guard.before_generation()

@@ -390,6 +390,8 @@ def test_no_way_for_the_weights_is_an_error(
         ({"engine": {"dtype": "float32"}}, "server", r"rollout\.engine.*grpo-lab serve"),
         ({"server": {"retrys": 1}}, "server", "did you mean 'retries'"),
         ({"server": {"request_timeout": 0}}, "server", "seconds > 0"),
+        ({"server": {"request_timeout": float("inf")}}, "server", "is inf; it must be a number of seconds > 0"),
+        ({"tolerance": float("nan")}, "server", "`rollout.tolerance` is nan; it must be a number"),
         ({"server": {"weights": "pigeon"}}, "server", "must be 'auto', 'nccl' or 'shared_memory'"),
     ],
 )

@@ -53,6 +53,10 @@ def test_reasons_are_counted_from_the_first_one_on(each: tuple[Plant, Path]) -> 
         expected = [None] + [float(at == step) for at in range(2, STEPS + 1)]
         assert shares(trainer, kind) == expected, kind
     assert shares(trainer, "advantage") == [None] + [0.0] * (STEPS - 1)
+    losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == {
+        s for s, kind in EACH.items() if kind == "loss"
+    }
 
 
 def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:

@@ -155,8 +155,10 @@ def test_equal_problems_are_sampled_once_and_hostile_text_survives_the_file(tmp_
 def test_a_wrong_number_of_results_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="asked for 10 completions"):
         pass_rates(PROBLEMS, lambda p, n: [["1"] * (n - 1) for _ in p], exact, progress=False)
-    with pytest.raises(ValueError, match="returned 1 scores"):
+    with pytest.raises(ValueError, match="returned 1 rewards"):
         pass_rates(PROBLEMS, Scripted(), lambda **c: [1.0], progress=False)
+    with pytest.raises(ValueError, match="`score` returned 1j for completion 3; allowed are finite numbers"):
+        pass_rates(PROBLEMS, Scripted(), lambda prompts, **c: [1.0] * 3 + [1j] * (len(prompts) - 3), progress=False)
     with pytest.raises(ValueError, match="prompt_column"):
         pass_rates([{"question": "?"}], Scripted(), exact, progress=False)
     with pytest.raises(ValueError, match="n=0"):

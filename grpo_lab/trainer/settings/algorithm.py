@@ -6,6 +6,7 @@ trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,6 +208,10 @@ def _why_trl(args: Any) -> str | None:
         return "an entropy bonus (entropy_coef, use_adaptive_entropy)"
     if args.off_policy_mask_threshold is not None:
         return f"off_policy_mask_threshold={args.off_policy_mask_threshold}"
+    end = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    reads = args.delta is not None and args.loss_type != "cispo"
+    if reads and args.delta > 0 and not end < args.delta < math.inf:
+        return f"delta={args.delta}, no bound beyond the clip, which ends at 1 + epsilon_high = {end:g}"
     return None
 
 

@@ -7,7 +7,7 @@ and the last bin's loss is handed back, so that HF itself runs the backward that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,8 @@ class ExactUpdate:
         kept = Kept() if self._old.comes_again(len(window)) else None
         budget, plan, rows = self._exchanged(with_unmoved(window), found)
         denominators = self._denominators(window)
+        if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
+            self._record_entropy(window, found, denominators)
         done = torch.zeros((), device=self.trainer.accelerator.device)
         for places in rows.bins[:-1]:
             with without_gradient_sync(self.trainer, model):
@@ -131,13 +133,27 @@ class ExactUpdate:
         """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
         kept = Kept()
         _, _, rows = self._exchanged(window, found)
+        for places, part, scored, _ in self._without_gradient(rows):
+            logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
+            kept.add(places, logps[: len(places)])
+        return kept, rows
+
+    @torch.no_grad()
+    def _record_entropy(self, window: list[dict[str, Any]], found: Verdict, denominators: Denominators) -> None:
+        """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all rows."""
+        _, _, rows = self._exchanged(with_unmoved(window), replace(found, all_rows="entropy"))
+        for _, part, _, entropies in self._without_gradient(rows):
+            assert entropies is not None  # the policy's head makes them
+            origin = self._origin(part.micro_batch, denominators)
+            values = entropies.gather(1, part.take)
+            self.trainer.recorder.book("train").add_tokens("entropy", values, part.loss_mask, origin)
+
+    def _without_gradient(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
+        """Rows of each bin, the bin, log-probs and entropies of its tokens."""
         with trl_bridge.without_checkpointing(self.trainer):
             for places in rows.bins:
                 part = self._bin(rows, places)
-                scored, _ = completion_log_probs(self.trainer, self.trainer.model, *part.inputs)
-                logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
-                kept.add(places, logps[: len(places)])
-        return kept, rows
+                yield places, part, *completion_log_probs(self.trainer, self.trainer.model, *part.inputs)
 
     def _bin(self, rows: Exchange, places: list[int]) -> Bin:
         return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -278,6 +279,11 @@ def last_good(folder: str, taken: int, strictly: bool = False) -> str:
     )
 
 
+def with_lost_loss(logs: dict[str, float], means: Mapping[str, float]) -> dict[str, float]:
+    """``logs`` with a loss of NaN where no step of the window had a finite one: HF's ``logging_nan_inf_filter`` says 0."""
+    return {**logs, "loss": math.nan} if "loss" in logs and means.get("guard/loss") == 1.0 else logs
+
+
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
     unknown = set(state["bad_batch"]) - set(OF_BATCH)
@@ -286,4 +292,4 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "bad_batch": list(state["bad_batch"])}
 
 
-__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good"]
+__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good", "with_lost_loss"]
