@@ -18,7 +18,16 @@ from enum import Enum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import ArgsKwargs, PydanticCustomError, PydanticUseDefault
 from typing_extensions import dataclass_transform
 
@@ -39,21 +48,25 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is, though ``int`` does not read it."""
+    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
+    if isinstance(value, bool):
+        raise ValueError
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
         value = float(value)
-    if isinstance(value, bool) or _is_nan(value):
+    if value != value:
         raise ValueError
     return value
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _or_default(value: Any) -> Any:
     if value is None:
         raise PydanticUseDefault
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise PydanticCustomError("not_finite", "it must be a finite number")
     return value
 
 
@@ -63,11 +76,11 @@ OnlySwitch = Annotated[bool, Field(strict=True), must_be("true or false")]
 Whole = Annotated[int, _READ, must_be("a whole number")]
 Count = Annotated[int, Field(ge=0), _READ, must_be("a whole number of at least 0")]
 Positive = Annotated[int, Field(ge=1), _READ, must_be("a whole number of at least 1")]
-Number = Annotated[int | float, _READ, must_be("a number")]
-Float = Annotated[float, _READ, must_be("a number")]
+Number = Annotated[int | float, _READ, must_be("a number"), AfterValidator(_finite)]
+Float = Annotated[float, _READ, must_be("a number"), AfterValidator(_finite)]
 Temperature = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a finite number above 0")]
 Hours = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of hours above 0")]
-Seconds = Annotated[int | float, Field(gt=0), _READ, must_be("a number of seconds > 0")]
+Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of seconds > 0")]
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)
 
@@ -125,10 +138,7 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was.
-
-    ValueError for half a mapping, and for one that says a key twice.
-    """
+    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key twice."""
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:
@@ -138,12 +148,11 @@ def from_json(value: Any, where: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"`{where}` has the key {twice!r} twice; leave one out")
-    return found
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"`{where}` has the key {twice[0]!r} twice; leave one out")
+    return dict(pairs)
 
 
 def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:
@@ -195,7 +204,7 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
 
 _READERS: dict[type, TypeAdapter[Any]] = {
     int: TypeAdapter(Whole),
-    float: TypeAdapter(Number),
+    float: TypeAdapter(Annotated[int | float, _READ, must_be("a number")]),
     bool: TypeAdapter(Switch),
 }
 
@@ -247,8 +256,9 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
     if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
         raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
-    read = value is None or (type(value) in kinds and not _is_nan(value))
-    if not numbers or read or (numbers == [bool] and str in kinds):
+    if not numbers or value is None or (numbers == [bool] and str in kinds):
+        return value
+    if type(value) in kinds and value == value:
         return value
     other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
     found = _number(value, numbers)
@@ -259,9 +269,8 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
 
 def _is_text(kind: Any) -> bool:
     """Or none, or one of an enumeration's texts, or several of them."""
-    return (
-        kind in (str, types.NoneType) or get_origin(kind) is list or (isinstance(kind, type) and issubclass(kind, Enum))
-    )
+    of_enum = isinstance(kind, type) and issubclass(kind, Enum)
+    return of_enum or kind in (str, types.NoneType) or get_origin(kind) is list
 
 
 def _members(declared: Any) -> list[Any]:

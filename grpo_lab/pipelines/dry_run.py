@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
@@ -33,7 +32,7 @@ NOT_BUILT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
+def dry_run(recipe: Recipe, console: Terminal | None = None) -> dict[str, str]:
     """Print the plan of ``recipe`` as a table and return it."""
     facts = plan_of_training(recipe)
     show(recipe.name, facts, console)

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
 from grpo_lab.pipelines.rows import MADE
 from grpo_lab.rewards.schedules import Schedule
@@ -34,14 +34,14 @@ def told(settings: Any) -> str:
     return str(settings)
 
 
-def show(name: str, facts: Mapping[str, str], console: Console | None = None) -> None:
+def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
     """The plan of a dry run as a table."""
     table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for fact, value in facts.items():
         table.add_row(Text(fact), Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
-    (console or Console()).print(table)
+    (console or Terminal()).print(table)
 
 
 def count_of(rows: Any, section: DataSection) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
 from grpo_lab.nearest import one_of
@@ -16,6 +16,7 @@ from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
 from grpo_lab.trainer.settings.knobs import TRLS_OWN
+from grpo_lab.trainer.trl_bridge import teams
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 
@@ -92,19 +93,26 @@ def check_weights(weights: Any, rewards: list[Any]) -> None:
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """A hook that nobody would call is refused by name: ``cls.token_loss`` where the loss is left to TRL."""
-    home = next(kind for kind in cls.__mro__ if "token_loss" in vars(kind))
-    if algorithm.objective is None and home is not base:
+    """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that stands behind ours."""
+    hook = teams(cls, "token_loss")
+    if algorithm.objective is None and hook is not None:
         raise ValueError(
-            f"`{home.__name__}.token_loss` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set "
-            "`objective`, or override `_compute_loss`"
+            f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or override "
+            "`_compute_loss`"
+        )
+    behind = cls.__mro__[cls.__mro__.index(base) + 1 : cls.__mro__.index(GRPOTrainer)]
+    home = next((kind for kind in behind if "_compute_loss" in vars(kind)), None)
+    if home is not None:
+        raise ValueError(
+            f"`{home.__name__}._compute_loss` would never be called: {base.__name__} comes before it among the bases of "
+            f"`{cls.__name__}`; write `class {cls.__name__}({home.__name__}, {base.__name__})`"
         )
 
 
-def check_loss_type(args: Any, algorithm: Any, team: Iterable[str]) -> None:
-    """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's (``team``) computes that."""
-    known = (*LOSS_TYPES, *TRLS_OWN)
-    if algorithm.objective is None and args.loss_type not in known and not {"_compute_loss", "compute_loss"} & {*team}:
+def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
+    """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's computes that."""
+    known, own = (*LOSS_TYPES, *TRLS_OWN), teams(cls, "_compute_loss") or teams(cls, "compute_loss")
+    if algorithm.objective is None and args.loss_type not in known and own is None:
         ours = f"; {args.loss_type!r} is an `objective` here" if args.loss_type in PRESETS else ""
         raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
 
