@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
     taken because of NaN (``guard.max_bad_steps``) 4.
 
     A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
-    checkpoint, or any file on a full disk, that could not be written: 74.
+    checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
     working_folder_on_path()
     parser = _parser()
@@ -53,12 +53,12 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"grpo-lab: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
-        if known.traceback or error.errno not in NO_ROOM:
+        gone = error.errno == errno.ENOENT and not Path(str(error.filename)).parent.is_dir()
+        if known.traceback or not (gone or error.errno in NO_ROOM):
             raise
-        print(
-            f"grpo-lab: error: {error}. Mend that; what was written before stays, and can be gone on with",
-            file=sys.stderr,
-        )
+        kept = "Mend that; what was written before stays, and can be gone on with"
+        then = "Its folder is gone: it was removed meanwhile, or never there" if gone else kept
+        print(f"grpo-lab: error: {error}. {then}", file=sys.stderr)
         return 74
     except KeyboardInterrupt as stop:
         if known.traceback:

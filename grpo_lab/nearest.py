@@ -36,13 +36,22 @@ def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> 
             raise UnknownSettingError(f"{where} {no_such_setting(key, known)}")
 
 
-def refuse_unknown_arguments(called: Callable[..., Any], given: Iterable[str], where: str) -> None:
-    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has no signature."""
+def refuse_unknown_arguments(
+    called: Callable[..., Any], given: Iterable[str], where: str, all_of_them: bool = False
+) -> None:
+    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has no signature.
+
+    Raises:
+        ValueError: ``all_of_them`` are given, and one without a default is not.
+    """
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # some built-ins have none
         return
-    kinds = inspect.Parameter
+    kinds, there = inspect.Parameter, set(given)
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     if not any(p.kind is kinds.VAR_KEYWORD for p in parameters):
-        named = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        refuse_unknown(given, [p.name for p in parameters if p.kind in named], where)
+        refuse_unknown(given, [p.name for p in named], where)
+    needed = [p.name for p in named if p.default is p.empty and p.name not in there]
+    if needed and all_of_them:
+        raise ValueError(f"{where} needs {', '.join(f'`{name}`' for name in needed)}: there is no default")

@@ -56,7 +56,7 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     if section.loader not in LOADERS:
         raise ValueError(f"`{where}.loader` is {section.loader!r}; it must be one of {sorted(LOADERS)}")
     load = getattr(import_module("grpo_lab.data"), LOADERS[section.loader])
-    refuse_unknown_arguments(load, section.arguments, f"`{where}` (loader {section.loader!r})")
+    refuse_unknown_arguments(load, section.arguments, f"`{where}` (loader {section.loader!r})", all_of_them=True)
     try:
         rows = load(**typed(section.arguments, load, where), template=section.template)
     except TypeError as error:
@@ -110,7 +110,7 @@ def _reward_model(section: RewardSection, where: str) -> str:
 
 
 def _built(kind: Any, section: RewardSection, where: str) -> Any:
-    refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
+    refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", all_of_them=True)
     try:
         return kind(**typed(section.arguments, kind, where))
     except TypeError as error:
@@ -209,7 +209,7 @@ def build_part(section: PartSection, where: str) -> Any:
         if section.arguments:
             raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
         return found
-    refuse_unknown_arguments(found, section.arguments, f"`{where}`: {section.name!r}")
+    refuse_unknown_arguments(found, section.arguments, f"`{where}`: {section.name!r}", all_of_them=True)
     try:
         return found(**typed(section.arguments, found, where))
     except TypeError as error:

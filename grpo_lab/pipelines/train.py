@@ -172,7 +172,8 @@ def _reinforce(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
-    from grpo_lab.trainer.resume.checkpoint import WasRead, save_final
+    from grpo_lab.trainer.resume.checkpoint import save_final
+    from grpo_lab.trainer.resume.which import WasRead
 
     console.rule(f"reinforcement: {recipe.trainer}")
     folder, began = recipe.output_dir, time.perf_counter()

@@ -17,6 +17,8 @@ import torch
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks.placed import Placed
+from grpo_lab.trainer.resume.which import chosen
+from grpo_lab.trainer.trl_bridge import is_critics
 
 
 class GoingOn(Placed):
@@ -40,6 +42,31 @@ class GoingOn(Placed):
             pass_epochs(self._order, epochs)
         return (num_train_epochs, 0) if done else (epochs, batches)
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            said = f"`resume_from_checkpoint`: {resume_from_checkpoint} is of another model: {mismatch(error)}"
+            raise ValueError(said) from error
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A tensor that is missing stays as the start model has it; transformers warns, in the middle of a log."""
+        state = self.model.state_dict()
+        there = {one.data_ptr() for name, one in state.items() if name not in set(load_result.missing_keys)}
+        untied = [name for name in load_result.missing_keys if state[name].data_ptr() not in there]
+        missing = [name for name in untied if not is_critics(name)]
+        if len(missing) > len(load_result.unexpected_keys):  # else it has other names for them (LLaVA's)
+            raise ValueError(
+                f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {len(state)} tensors of the model ({missing[0]}, …): it "
+                "is not whole, or of another model; take another one (renamed, this one is passed over)"
+            )
+        super()._issue_warnings_after_load(load_result)
+
     def _load_rng_state(self, checkpoint: Any) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
@@ -52,6 +79,12 @@ class GoingOn(Placed):
             self._load_rng_state(self._at_its_end)
             self._total_loss_scalar += logged_loss(self.state.log_history)
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def mismatch(error: RuntimeError) -> str:
+    """torch's list of tensors that do not fit, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+    return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}" if lines else str(error).replace("\n", " ")
 
 
 def pass_epochs(sampler: Any, epochs: int) -> None:
@@ -70,4 +103,4 @@ def logged_loss(history: list[dict[str, Any]]) -> float:
     return total
 
 
-__all__ = ["GoingOn", "logged_loss", "pass_epochs"]
+__all__ = ["GoingOn", "logged_loss", "mismatch", "pass_epochs"]

@@ -22,6 +22,7 @@ from datasets import Dataset
 
 from grpo_lab.nearest import refuse_unknown
 from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.supervised.cold_start import train_and_save
 
 Method = Literal["dpo", "simpo"]
 PAIR = ("prompt", "chosen", "rejected")
@@ -70,8 +71,7 @@ def prefer(
         callbacks=callbacks,
         **({} if reference is None else {"ref_model": reference}),
     )
-    trainer.train() if train is None else train(trainer)
-    trainer.save_model(str(output_dir))
+    train_and_save(trainer, output_dir, train)
 
 
 def check_training(method: str, arguments: dict[str, Any]) -> None:
