@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
+from grpo_lab.pipelines.one_writer import FolderGone
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -53,12 +54,14 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"grpo-lab: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
-        gone = error.errno == errno.ENOENT and not Path(str(error.filename)).parent.is_dir()
-        if known.traceback or not (gone or error.errno in NO_ROOM):
+        if known.traceback or not (isinstance(error, FolderGone) or error.errno in NO_ROOM):
             raise
-        kept = "Mend that; what was written before stays, and can be gone on with"
-        then = "Its folder is gone: it was removed meanwhile, or never there" if gone else kept
-        print(f"grpo-lab: error: {error}. {then}", file=sys.stderr)
+        kept = (
+            ""
+            if isinstance(error, FolderGone)
+            else ". Mend that; what was written before stays, and can be gone on with"
+        )
+        print(f"grpo-lab: error: {error}{kept}", file=sys.stderr)
         return 74
     except KeyboardInterrupt as stop:
         if known.traceback:

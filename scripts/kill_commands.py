@@ -1,4 +1,4 @@
-"""Kill ``curate``, ``rounds``, ``long2short`` and ``evaluate`` by −9 at random moments, run the same command again, and compare the files.
+"""Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models) and ``evaluate`` by −9 at random moments, run the same command again, and compare the files.
 
     python scripts/kill_commands.py [--of curate rounds …] [--kills 10] [--seed 0] [--folder runs/kill_commands]
 
@@ -40,7 +40,8 @@ TRAINING = {
     "max_length": 256,
     "logging_steps": 1,
 }
-MEASURED = {"data": {**DATA, "n": 8, "split": "test"}, "reward": "kill_commands:by_digest", "max_new_tokens": 8}
+REWARD = "kill_commands:by_digest"
+MEASURED = {"data": {**DATA, "n": 8, "split": "test"}, "reward": REWARD, "max_new_tokens": 8}
 RECIPES: dict[str, dict[str, Any]] = {
     "curate": {**SAMPLING, "filters": {"kind": True, "band": {}, "guessable": {"tries": 2, "max_new_tokens": 3}}},
     "rounds": {
@@ -48,6 +49,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "evaluation": MEASURED,
     },
     "long2short": {"method": "dpo", **SAMPLING, "training": {**TRAINING, "max_steps": 4}, "evaluation": MEASURED},
+    "merge": {"method": "merge", "alpha": 0.5, "n_samples": 1, "use_cpu": True, "evaluation": MEASURED},
     "evaluate": {},
 }  # fmt: skip
 VOLATILE = (
@@ -106,9 +108,10 @@ class Experiment:
         self.name, self.folder, self.seed, self.now = name, folder, seed, folder / "now"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        model, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        for seed, place in enumerate(("model", "short")):
+            model, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, initializer_range=0.2, seed=seed)
+            model.save_pretrained(folder / place)
+            tokenizer.save_pretrained(folder / place)
 
     def until(self, kills: int) -> tuple[list[Life], int]:
         started = time.monotonic()
@@ -162,16 +165,12 @@ class Experiment:
                 "8",
             ]
             return ["evaluate", model, *rows, "--output", str(out)]
-        given = {
-            "name": "killed",
-            "model": {"path": model},
-            "data": DATA,
-            "reward": "kill_commands:by_digest",
-            "output_dir": "out",
-        }
+        given = {"name": "killed", "model": {"path": model}, "output_dir": str(out), **RECIPES[self.name]}
+        merges = self.name == "merge"
+        given |= {"short_model": str(self.folder / "short")} if merges else {"data": DATA, "reward": REWARD}
         file = self.now / "recipe.yaml"
-        file.write_text(yaml.safe_dump({**given, **RECIPES[self.name]}))
-        return [self.name, "--config", str(file), "--output_dir", str(out)]
+        file.write_text(yaml.safe_dump(given))
+        return ["long2short" if merges else self.name, "--config", str(file)]
 
 
 def came_to(leader: int, place: Path, seconds: float, changes: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
+from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
@@ -104,12 +106,11 @@ def run(known: argparse.Namespace) -> int:
     from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
     plan = plan_of(known)
-    if known.output is not None:
-        claim_output(known.output, known.overwrite)
+    writer = nullcontext() if known.output is None else claim_output(known.output, known.overwrite)
     if note := _unlike_its_run(known, plan.section.data):
         print(f"note: {note}")
     stopped = False
-    with as_ctrl_c() as asked:
+    with as_ctrl_c() as asked, writer:
         try:
             result = evaluate_saved_model(
                 known.model,
@@ -226,34 +227,38 @@ def _telling(section: DataSection) -> dict[str, Any]:
     }
 
 
-def claim_output(folder: Path, overwrite: bool) -> None:
-    """The output folder, made now so that nothing is computed in vain.
+def claim_output(folder: Path, overwrite: bool) -> OneWriter:
+    """The output folder, made and this process's now, so that nothing is computed in vain.
 
     Raises:
-        ValueError: it cannot be made, or holds an evaluation (without ``overwrite``) or something else.
+        ValueError: it cannot be made, is in use, or holds a whole evaluation (without ``overwrite``) or something else.
     """
     if folder.is_dir() and any(folder.iterdir()):
-        strangers = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
+        strangers = sorted(file.name for file in folder.iterdir() if file.name.removesuffix(".part") not in _FILES)
         if strangers:
             raise ValueError(
                 f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
             )
-        if not overwrite:
+        if not overwrite and _is_whole(folder):
             raise ValueError(
                 f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".grpo-lab-can-write"
-        probe.touch()
-        probe.unlink()
+        return OneWriter(folder).take()
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
 
 
-_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet")
+_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", LOCK)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Neither killed while it was written, before its summary, nor asked to stop."""
+    from grpo_lab.evaluation import EvaluationResult
+
+    return (folder / "summary.json").is_file() and EvaluationResult.read(folder).stopped is None
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

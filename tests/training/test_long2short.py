@@ -139,6 +139,24 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
     assert not (again / "stopped").exists()
 
 
+def test_a_merge_that_is_killed_leaves_nothing_behind(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in which the average is made had another name each time, and stayed."""
+    given: dict[str, Any] = {"data": None, "training": None, "evaluation": None, "short_model": str(tiny_folder)}
+
+    def names(folder: str) -> list[str]:
+        return sorted(path.relative_to(tmp_path / folder).as_posix() for path in (tmp_path / folder).rglob("*"))
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(pipeline.shutil, "move", lambda *_: os._exit(9))
+        long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))
+    long2short(recipe(tmp_path / "whole", tiny_folder, "merge", **given))
+    assert names("killed") == names("whole")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
 def test_nan_is_no_trained_model_and_no_checkpoint(method: Any, tiny_folder: Path, tmp_path: Path) -> None:

@@ -176,26 +176,19 @@ def test_another_number_of_samples_names_overwrite(
     assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays"),
-        (errno.ENOENT, "No such file or directory: 'out/metrics.jsonl'. Its folder is gone: it was removed meanwhile"),
-    ],
-)
 def test_a_full_disk_is_one_line_wherever_it_is_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a folder that was removed. The log, a report, a curation's samples: a checkpoint and the final model say so themselves."""
+    """The log, a report, a curation's samples: a checkpoint and the final model say so themselves."""
 
     def full(*_: Any) -> int:
-        raise OSError(number, os.strerror(number), "out/metrics.jsonl")
+        raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
 
     monkeypatch.setattr("grpo_lab.cli._curate", full)
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
     assert main(["curate", "--config", config]) == 74
     said = capsys.readouterr().err.strip()
-    assert words in said
+    assert "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays" in said
     assert "\n" not in said
 
 

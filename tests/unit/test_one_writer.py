@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 
 from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.one_writer import LOCK, OneWriter, is_empty
+from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 
@@ -57,6 +59,26 @@ def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
     assert not (folder / LOCK).exists()
 
 
+@pytest.mark.parametrize("what", ["removed", "moved away", "made anew"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: Path) -> None:
+    """A curation went on into a folder of its own making, without the samples, and ended with 0; others with a traceback."""
+    folder = tmp_path / "run"
+
+    def run() -> None:
+        with OneWriter(folder).take():
+            folder.rename(tmp_path / "away") if what == "moved away" else shutil.rmtree(folder)
+            if what == "made anew":
+                folder.mkdir()
+            if fails:
+                raise FileNotFoundError(2, "No such file or directory", str(folder / "metrics.jsonl"))
+
+    with pytest.raises(
+        FolderGone, match=r"run' was moved away, or it and run.lock in it removed, while this wrote into it"
+    ):
+        run()
+
+
 def training(folder: Path) -> Any:
     rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
     tiny = {"tiny": {"architecture": "qwen2", "hidden_size": 32, "num_heads": 2, "num_layers": 1, "max_positions": 256}}
@@ -85,7 +107,12 @@ def by_rounds(folder: Path) -> Any:
     )
 
 
+def measured(folder: Path) -> None:
+    claim_output(folder, overwrite=False)
+
+
 ALL = [
+    (measured, lambda folder: folder),
     (train.train, training),
     (curate.curate, curation),
     (long2short.long2short, shortening),

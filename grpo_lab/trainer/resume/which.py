@@ -43,7 +43,7 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
     random = "rng_state.pth" if ranks == 1 else f"rng_state_{trainer.accelerator.process_index}.pth"
     own = [name for name in lacking(checkpoint) if name != "rng_state.pth"]
     own += [] if (checkpoint / random).is_file() else [random]
-    if missing := sorted(set(gather_object(own))) if checkpoint.is_dir() else []:
+    if missing := sorted(set(gather_object(own if checkpoint.is_dir() else []))):
         trainer.recorder.say(
             f"`resume_from_checkpoint`: {checkpoint} holds no {', '.join(missing)} (`save_only_model`, another number of processes, or it "
             "was removed): that starts anew, and the run is no longer the one that was saved",
@@ -56,7 +56,7 @@ class WasRead(str):
 
 
 def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
-    """``newest_whole`` by its checksums, the same on every rank: one process of a node ``reads``, and the oldest answer holds."""
+    """``newest_whole`` by its content, the same on every rank: one process of a node ``reads``, and the oldest answer holds."""
     own = newest_whole(folder, read=True) if reads else None
     told = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in told for why in words))
@@ -68,9 +68,8 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
     own = (broken_pickles(checkpoint) or damaged(checkpoint)) if reads else None
     why = next(filter(None, gather_object([own])), None)
     if why is not None:
-        raise ValueError(
-            f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint; to go on from this one all the same, remove {MARK} in it"
-        )
+        despite = f"; to go on from this one all the same, remove {MARK} in it" if (checkpoint / MARK).is_file() else ""
+        raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
 __all__ = ["WasRead", "chosen", "newest_read"]
