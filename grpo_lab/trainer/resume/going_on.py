@@ -11,9 +11,13 @@ is trained then: a finished run that is resumed stays where it is, to the bit. C
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks.placed import Placed
@@ -46,6 +50,15 @@ class GoingOn(Placed):
         return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        policy = self.model if model is None else model
+        adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
+        if getattr(policy, "peft_config", None) and adapter.is_file():
+            wanted = get_peft_model_state_dict(
+                policy, adapter_name=policy.active_adapters[0], save_embedding_layers=False
+            )
+            with safe_open(adapter, framework="pt") as stored:
+                there = set(stored.keys())
+            refuse_lacking(wanted.keys() - there, there - wanted.keys(), len(wanted))
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         except RuntimeError as error:
@@ -55,16 +68,11 @@ class GoingOn(Placed):
             raise ValueError(said) from error
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """A tensor that is missing stays as the start model has it; transformers warns, in the middle of a log."""
-        state = self.model.state_dict()
-        there = {one.data_ptr() for name, one in state.items() if name not in set(load_result.missing_keys)}
-        untied = [name for name in load_result.missing_keys if state[name].data_ptr() not in there]
-        missing = [name for name in untied if not is_critics(name)]
-        if len(missing) > len(load_result.unexpected_keys):  # else it has other names for them (LLaVA's)
-            raise ValueError(
-                f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {len(state)} tensors of the model ({missing[0]}, …): it "
-                "is not whole, or of another model; take another one (renamed, this one is passed over)"
-            )
+        """transformers warns of a missing tensor in the middle of a log."""
+        state, missing = self.model.state_dict(), set(load_result.missing_keys)
+        there = {one.data_ptr() for name, one in state.items() if name not in missing}  # of what is tied one is saved
+        lacking = {name for name in missing if state[name].data_ptr() not in there and not is_critics(name)}
+        refuse_lacking(lacking, load_result.unexpected_keys, len(state))
         super()._issue_warnings_after_load(load_result)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -79,6 +87,19 @@ class GoingOn(Placed):
             self._load_rng_state(self._at_its_end)
             self._total_loss_scalar += logged_loss(self.state.log_history)
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
+    """A tensor that a checkpoint lacks would stay as the start model has it.
+
+    Raises:
+        ValueError: it lacks some, and has not the same under other names (LLaVA's).
+    """
+    if len(missing) > len(unexpected):
+        raise ValueError(
+            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model ({min(missing)}, …): it is not "
+            "whole, or of another model; take another one (renamed, this one is passed over)"
+        )
 
 
 def mismatch(error: RuntimeError) -> str:
