@@ -11,12 +11,14 @@ seconds and sessions (``VOLATILE``). A command that refuses its own folder count
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import shutil
 import sys
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "evaluate": {},
 }  # fmt: skip
 VOLATILE = (
-    rb'"(seconds|time|completions of this session)": [^,\n}]+',
     rb'"seconds": \{[^}]*\}',
+    rb'"(seconds|time|completions of this session)": [^,\n}]+',
     rb"<div><dt>(start|round \d+|time|completions of this session)[^<]*</dt><dd[^>]*>[^<]*</dd></div>",
     rb"\d{4}-\d\d-\d\d \d\d:\d\d UTC",
 )
@@ -152,19 +154,8 @@ class Experiment:
     def words(self) -> list[str]:
         model, out = str(self.folder / "model"), self.now / "out"
         if self.name == "evaluate":
-            rows = [
-                "--data",
-                "word_problems",
-                "--n",
-                "16",
-                "--n-samples",
-                "2",
-                "--max-new-tokens",
-                "12",
-                "--batch-size",
-                "8",
-            ]
-            return ["evaluate", model, *rows, "--output", str(out)]
+            rows = "--data word_problems --n 16 --n-samples 2 --max-new-tokens 12 --batch-size 8"
+            return ["evaluate", model, *rows.split(), "--output", str(out)]
         given = {"name": "killed", "model": {"path": model}, "output_dir": str(out), **RECIPES[self.name]}
         merges = self.name == "merge"
         given |= {"short_model": str(self.folder / "short")} if merges else {"data": DATA, "reward": REWARD}
@@ -190,11 +181,11 @@ def came_to(leader: int, place: Path, seconds: float, changes: int) -> bool:
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
     found = {}
-    for path in place.rglob("*"):
-        try:
-            found[str(path)] = (path.stat().st_mtime_ns, path.stat().st_size)
-        except FileNotFoundError:
-            continue
+    for folder, folders, files in os.walk(place):  # rglob ends with an error where a folder goes meanwhile
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):
+                stat = os.stat(os.path.join(folder, name))
+                found[os.path.join(folder, name)] = (stat.st_mtime_ns, stat.st_size)
     return found
 
 

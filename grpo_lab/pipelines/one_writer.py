@@ -92,8 +92,8 @@ class OneWriter:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing but the lock is in it."""
-    return all(entry.name == LOCK for entry in folder.iterdir())
+    """Whether nothing is in it but the lock, and the half of a first file where a kill fell (``grpo_lab.atomic``)."""
+    return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
 __all__ = ["LOCK", "FolderGone", "OneWriter", "is_empty"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.run_folder import refuse_folder
 
 HOLDS = """
 import sys
@@ -128,3 +130,28 @@ def test_every_pipeline_asks(
     with pytest.raises(ValueError, match=rf"in use: process {other.pid} on"):
         run(recipe(tmp_path / "run"))
     assert is_empty(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("check", "recipe", "first"),
+    [
+        (refuse_folder, training, "run.json"),
+        (curate.check_folder, curation, "curation.json"),
+        (long2short.check_folder, shortening, "run.json"),
+        (run_rounds.check_folder, by_rounds, "run.json"),
+    ],
+    ids=["train", "curate", "long2short", "rounds"],
+)
+def test_a_command_that_was_killed_in_its_first_file_knows_its_folder(
+    check: Callable[..., Any], recipe: Callable[[Path], Any], first: str, tmp_path: Path
+) -> None:
+    """It said "holds something else"."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (LOCK, f"{first}.part"):
+        (folder / name).touch()
+    asked = {name: False for name in ("overwrite", "resume") if name in signature(check).parameters}
+    check(recipe(folder), **asked)
+    (folder / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="choose another"):
+        check(recipe(folder), **asked)
