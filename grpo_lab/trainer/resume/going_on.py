@@ -50,7 +50,8 @@ class GoingOn(Placed):
         return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        policy, adapter = self.model, Path(resume_from_checkpoint) / "adapter_model.safetensors"
+        policy: Any = self.model
+        adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
         if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # not wrapped by FSDP
             wanted = get_peft_model_state_dict(
                 policy, adapter_name=policy.active_adapters[0], save_embedding_layers=False
