@@ -57,10 +57,15 @@ RECIPES: dict[str, dict[str, Any]] = {
 VOLATILE = (
     rb'"seconds": \{[^}]*\}',
     rb'"(seconds|time|completions of this session)": [^,\n}]+',
-    rb"<div><dt>(start|round \d+|time|completions of this session)[^<]*</dt><dd[^>]*>[^<]*</dd></div>",
+    rb"<div><dt>completions of this session</dt><dd[^>]*>[^<]*</dd></div>",
+    rb"\d+(\.\d)? s</(dd|p)>",
     rb"\d{4}-\d\d-\d\d \d\d:\d\d UTC",
 )
 """Of ``run.json``, ``curation.json``, ``summary.json`` and the pages."""
+ENDED = (
+    "holds a finished run; choose another, or give --overwrite",
+    "holds an evaluation already; choose another, or give --overwrite",
+)
 MOST = 3
 LONGEST = 600.0
 
@@ -141,10 +146,15 @@ class Experiment:
                     life.kills.append((round(time.monotonic() - began, 3), len(stamps(self.now))))
                     continue
             life.codes.append(wait(leader))
+            if life.codes[-1] == 2 and life.kills and (self.said().rstrip().endswith(ENDED)):
+                life.codes[-1] = 0  # killed after its last file
             found = contents(self.now.rename(self.folder / f"life-{number}"))
             life.different = sorted(name for name in {*right, *found} if right.get(name) != found.get(name))
             life.different += [f"exit code {code}" for code in life.codes if code]
             return life
+
+    def said(self) -> str:
+        return self.now.with_suffix(".log").read_text(errors="replace")
 
     def start(self) -> int:
         """The leader of a new process group, in which the command begins or goes on."""

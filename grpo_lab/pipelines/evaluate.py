@@ -22,6 +22,7 @@ from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.reading import read
+from grpo_lab.visible import visible
 
 WORD_PROBLEMS = 500
 """Word problems that are made where neither `--n` nor `--limit` says how many."""
@@ -102,15 +103,19 @@ def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1, each with
     what was answered kept.
     """
-    from grpo_lab.evaluation import EvaluationStopped, terminal_summary
+    plan = plan_of(known)
+    with nullcontext() if known.output is None else claim_output(known.output, known.overwrite):
+        if note := _unlike_its_run(known, plan.section.data):
+            print(visible(f"note: {note}"))
+        return _evaluate(known, plan)
+
+
+def _evaluate(known: argparse.Namespace, plan: Plan) -> int:
+    from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
-    plan = plan_of(known)
-    writer = nullcontext() if known.output is None else claim_output(known.output, known.overwrite)
-    if note := _unlike_its_run(known, plan.section.data):
-        print(f"note: {note}")
     stopped = False
-    with as_ctrl_c() as asked, writer:
+    with as_ctrl_c() as asked:
         try:
             result = evaluate_saved_model(
                 known.model,
@@ -129,7 +134,7 @@ def run(known: argparse.Namespace) -> int:
             return _ended(asked, stop)
     terminal_summary(None, result, title=title(known.model, plan))
     if known.output is not None:
-        print(f"outcomes: {known.output}")
+        print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
     if stopped:
         where = (
             f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
@@ -251,14 +256,15 @@ def claim_output(folder: Path, overwrite: bool) -> OneWriter:
         ) from error
 
 
-_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", LOCK)
+_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Neither killed while it was written, before its summary, nor asked to stop."""
+    """Neither killed, which leaves its lock, nor asked to stop."""
     from grpo_lab.evaluation import EvaluationResult
 
-    return (folder / "summary.json").is_file() and EvaluationResult.read(folder).stopped is None
+    there = (folder / "summary.json").is_file() and not (folder / LOCK).exists()
+    return there and EvaluationResult.read(folder).stopped is None
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

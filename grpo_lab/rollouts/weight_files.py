@@ -7,8 +7,6 @@ plus `SHARD_BYTES` while writing. No pickle is involved: safetensors holds tenso
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from grpo_lab.rollouts.leftovers import own_folder
 from grpo_lab.rollouts.sync import WeightSyncError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -83,11 +82,8 @@ class WeightCourier:
 
     def try_shared_memory(self) -> None:
         """ValueError where the server's workers do not see this process's shared memory."""
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
-        try:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             reports = self._call("grpo_lab_sees", folder=str(folder))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         if not all(report.get("sees") is True for report in reports):
             raise ValueError(
                 f"the server's workers do not see {SHARED_MEMORY} of this process ({reports}): trainer and server must run "
@@ -99,15 +95,12 @@ class WeightCourier:
 
         Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
         """
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
         self._version = ""  # a push that fails leaves the server with weights that are no longer the trainer's
-        try:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             tensors = write_shards(named_params, folder)
             self._pushes += 1
             version = f"{self._name}-{self._pushes}"
             reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         for report in reports:
             if "error" in report or report.get("tensors") != tensors:
                 raise WeightSyncError(f"the server did not load the {tensors} tensors it was sent: {report}")
@@ -141,12 +134,9 @@ class WeightCourier:
 
     def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
         """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
-        try:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         for report in reports:
             if "error" in report:
                 raise WeightSyncError(f"the server could not compare its tensors: {report['error']}")

@@ -78,3 +78,14 @@ def check(row: dict[str, Any], made: list[tuple[list[int], float]], ends: set[in
     assert expected["eval_groups/dead_share"] >= 2 / 6  # numbers 102 and 105
     assert abs(row["eval_loss"]) < 10
     assert not any(name.startswith("eval_update/") for name in row)
+
+
+@pytest.mark.slow
+def test_continuous_batching_leaves_an_evaluation_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers' engine puts the model into training mode: the evaluation's metrics lost their ``eval_``, its rows went to the update."""
+    blocks = {"num_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
+    engine = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": blocks}
+    changes = {**EVALUATED, **engine, "max_steps": 1, "num_iterations": 1, "max_completion_length": 3}
+    found = run(LabTrainer, tmp_path, models["text"], **changes)
+    assert sum("eval_reward" in row for row in found.history) == 1
+    assert {weight.dtype for weight in found.weights.values()} == {torch.float32}

@@ -68,7 +68,7 @@ def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: 
     for words in (str(run), "split test", "n 6", "seed 3", "steps (1, 2)", "largest 20", "template none", "mode=lenient", "max_new_tokens 12, seed 7"):  # fmt: skip
         assert words in printed
     assert f"outcomes: {tmp_path / 'a'}" in printed
-    assert "report:" not in printed
+    assert f"report: {tmp_path / 'a' / 'report.html'}" in printed
 
 
 def test_every_loader_argument_is_an_option_and_the_summary_says_all(run: Path, tmp_path: Path) -> None:
@@ -155,24 +155,30 @@ def test_the_output_folder_is_looked_at_first(
     assert (out / "outcomes.jsonl").read_bytes() != first["outcomes.jsonl"]
 
 
-@pytest.mark.parametrize("after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "no page", "Ctrl-C"]
+)
 def test_half_an_evaluation_is_made_again_by_the_same_command(after: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Killed while it was written, or asked to stop: it was refused as an evaluation that is there, or as something else."""
     out = tmp_path / "out"
     words = ["evaluate", str(tiny_folder), "--data", "word_problems", *SMALL, "--output", str(out)]
     assert main(words) == 0
-    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "summary.json"}
+    tell_time = ("summary.json", "report.html")
+    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name not in tell_time}
     if after == "Ctrl-C":
         EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(out)
+    elif after == "no page":
+        (out / "report.html").unlink()
+        (out / "run.lock").touch()  # a kill leaves it
     else:
         for path in out.iterdir():
-            if after not in ("outcomes.jsonl", "outcomes.parquet") or path.name == "summary.json":
+            if after not in ("outcomes.jsonl", "outcomes.parquet") or path.name in tell_time:
                 path.unlink()
         (out / after).touch()
     assert main(words) == 0
-    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "summary.json"}
+    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name not in tell_time}
     assert found == whole
-    assert (out / "summary.json").is_file()
+    assert all((out / name).is_file() for name in tell_time)
     assert main(words) == 2
 
 

@@ -139,17 +139,18 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
     assert not (again / "stopped").exists()
 
 
+@pytest.mark.parametrize("at", ["shutil.move", "write_report"])
 def test_a_merge_that_is_killed_leaves_nothing_behind(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder in which the average is made had another name each time, and stayed."""
+    """The folder in which the average is made had another name each time, and stayed; a run without its page was finished."""
     given: dict[str, Any] = {"data": None, "training": None, "evaluation": None, "short_model": str(tiny_folder)}
 
     def names(folder: str) -> list[str]:
         return sorted(path.relative_to(tmp_path / folder).as_posix() for path in (tmp_path / folder).rglob("*"))
 
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(pipeline.shutil, "move", lambda *_: os._exit(9))
+        monkeypatch.setattr(f"grpo_lab.pipelines.long2short.{at}", lambda *_: os._exit(9))
         long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))

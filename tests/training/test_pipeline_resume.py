@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import warm
+import forked
 from grpo_lab.checkpoints import what_is_broken
 from grpo_lab.cli import main
 from grpo_lab.pipelines.interruption import Interrupted
@@ -97,7 +96,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     yield folder
     torch.set_num_threads(threads)
     os.chdir(before)
-    sys.path.remove(str(folder))
+    sys.path[:] = [path for path in sys.path if path != str(folder)]
     sys.modules.pop("pipeline_team", None)
 
 
@@ -173,6 +172,9 @@ def test_a_finished_run_is_left_alone(whole: Path) -> None:
     assert stamps == [stamp(path) for path in files]
     assert outcome.after is not None
     assert outcome.report == whole / "report.html"
+    outcome.report.unlink()  # killed before it
+    again(whole)
+    assert outcome.report.is_file()
 
 
 def test_killed_after_the_last_checkpoint_only_the_end_is_made(whole: Path) -> None:
@@ -327,9 +329,8 @@ def stopped(folder: Path, name: str) -> None:
 def test_asked_to_stop_it_stops_after_the_checkpoint(home: Path) -> None:
     """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit 0."""
     (home / "asked.yaml").write_text(yaml.safe_dump(asked(home, "SIGTERM")))
-    command = [warm.python(), str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
+    done = forked.run(command, folder=home)
     assert done.returncode == 75, done.stdout + done.stderr
     assert "SIGTERM: stopped at step" in done.stderr
     stopped(home / "asked-SIGTERM", "SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import refuse_folder
+from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder, write_run
+from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.rollouts.server_restart import Restart
 
 HOLDS = """
 import sys
@@ -79,6 +83,53 @@ def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: 
         FolderGone, match=r"run' was moved away, or it and run.lock in it removed, while this wrote into it"
     ):
         run()
+
+
+def lock(folder: Path) -> None:
+    OneWriter(folder).take()
+
+
+def log_a_step(folder: Path) -> None:
+    MetricsFile(folder / "metrics.jsonl").on_log(
+        None, SimpleNamespace(is_world_process_zero=True, global_step=1), None, {"loss": 0.5}
+    )
+
+
+def cut(folder: Path) -> None:
+    trim_to_whole_batches(folder / "samples.jsonl", 4)
+
+
+def start_a_server(folder: Path) -> None:
+    Restart("true", folder / "server.log").start()
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "refused"),
+    [
+        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True), ("server.log", start_a_server, True),
+        ("run.json.part", lambda folder: write_run(folder, {}), False),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_through_a_link_in_the_output_folder(
+    tmp_path: Path, name: str, write: Callable[[Path], None], refused: bool
+) -> None:
+    """Of every file of ours with a name that somebody else can foresee; the lock's link emptied its target."""
+    mine = tmp_path / "mine"
+    mine.write_text("my notes")
+    (tmp_path / name).symlink_to(mine)
+    if refused:
+        with pytest.raises(ValueError, match=rf"{name} is a link or no plain file"):
+            write(tmp_path)
+    else:
+        write(tmp_path)
+    assert mine.read_text() == "my notes"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / LOCK)
+    with pytest.raises(ValueError, match="no plain file"):
+        lock(tmp_path)
 
 
 def training(folder: Path) -> Any:
