@@ -37,11 +37,13 @@ class Recorder:
         trainer.model.register_forward_pre_hook(count, with_kwargs=True)
 
 
-def both(tmp_path: Path, model: Path, dead_every: int = 3, **changes: Any) -> tuple[Recorder, Recorder]:
+def both(
+    tmp_path: Path, model: Path, dead_every: int = 3, lab: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Recorder, Recorder]:
     found = []
-    for kind, config in ((GRPOTrainer, GRPOConfig), (LabTrainer, LabConfig)):
+    for kind, config, own in ((GRPOTrainer, GRPOConfig, {}), (LabTrainer, LabConfig, lab or {})):
         recorder = Recorder()
-        args = config(**arguments(tmp_path, **{**TWICE, **changes}))
+        args = config(**arguments(tmp_path, **{**TWICE, **changes, **own}))
         run = train(kind, args, model, reward=mixed_reward(dead_every), prepare=recorder)
         recorder.left = run.trainer._buffered_inputs  # two steps: the only batch
         found.append(recorder)
@@ -90,7 +92,9 @@ def test_with_a_kl_term_all_rows_are_computed_without_padding(tmp_path: Path, ti
 
 
 def test_no_live_row_is_no_trouble(tmp_path: Path, tiny_folder: Path) -> None:
-    _, ours = both(tmp_path, tiny_folder, dead_every=1, steps_per_generation=6, num_iterations=1)
+    """With an objective of ours: a drop-in computes these rows once for stock TRL's ``entropy``."""
+    lab = {"objective": "dr_grpo"}
+    _, ours = both(tmp_path, tiny_folder, dead_every=1, lab=lab, steps_per_generation=6, num_iterations=1)
     assert all((batch["old_per_token_logps"] == 0).all() for batch in ours.left[3:])
     assert ours.positions <= 4, "one stand-in of two tokens at most"
 
