@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
+from grpo_lab.pipelines.one_writer import FolderGone
 from grpo_lab.visible import VisibleFormatter, visible
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
     taken because of NaN (``guard.max_bad_steps``) 4.
 
     A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
-    checkpoint, or any file on a full disk, that could not be written: 74.
+    checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
     working_folder_on_path()
     parser = _parser()
@@ -60,9 +61,10 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"error: {said}")
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
-        if known.traceback or error.errno not in NO_ROOM:
+        if known.traceback or not (isinstance(error, FolderGone) or error.errno in NO_ROOM):
             raise
-        _say(f"error: {error}. Mend that; what was written before stays, and can be gone on with")
+        gone = isinstance(error, FolderGone)
+        _say(f"error: {error}{'' if gone else '. Mend that; what was written before stays, and can be gone on with'}")
         return 74
     except KeyboardInterrupt as stop:
         if known.traceback:

@@ -21,8 +21,9 @@ MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "
 ALLOWED: dict[str, set[str]] = {
     "atomic": set(),
     "batch": set(),
-    "checkpoints": {"cores"},
+    "checkpoints": {"cores", "finite"},
     "cores": set(),
+    "finite": set(),
     "masked": set(),
     "nearest": set(),
     "reading": {"nearest"},
@@ -34,15 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     "update": BASE,
     "rewards": BASE | {"verifiers"},
     "data": BASE | {"verifiers"},
-    "curation": BASE | {"verifiers", "visible"},
-    "rollouts": BASE | {"verifiers", "atomic"},
+    "curation": BASE | {"verifiers", "visible", "finite"},
+    "rollouts": BASE | {"verifiers", "atomic", "finite"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "reading"},
+    "trainer": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "finite", "reading"},
     "pipelines": BASE
     | MIDDLE
     | {"verifiers", "visible", "atomic", "checkpoints", "trainer", "evaluation", "testing", "reading"},
-    "evaluation": BASE | MIDDLE | {"verifiers", "visible", "atomic", "trainer"},
+    "evaluation": BASE | MIDDLE | {"verifiers", "visible", "atomic", "finite", "trainer"},
     "cli": BASE | MIDDLE | {"verifiers", "visible", "trainer", "pipelines", "evaluation", "testing"},
     "__init__": {"trainer", "objectives", "advantages"},
     "__main__": {"cli"},

@@ -36,8 +36,10 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
     Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
-        buffer differs, or `out_dir` exists and is not empty.
+        buffer differs, or `out_dir` exists and is not empty. NumbersError where the average is not finite.
     """
+    from grpo_lab.finite import NumbersError, not_finite
+
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} is not in [0, 1]")
     a, b, out = Path(a_dir), Path(b_dir), Path(out_dir)
@@ -54,6 +56,10 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
         for file in a.iterdir():
             if file.is_file() and is_of_a_model(file.name):
                 shutil.copy2(file, unfinished / file.name)
+        if bad := not_finite(unfinished):
+            raise NumbersError(
+                f"the average of {a} and {b} is not written: {bad}: look at how these two models were made"
+            )
         if out.exists():
             out.rmdir()
         unfinished.rename(out)

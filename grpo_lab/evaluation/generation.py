@@ -129,12 +129,18 @@ class TransformersGenerator:
         """The new tokens after each prompt [rows, new], padding and all."""
         import torch
 
+        from grpo_lab.finite import FiniteScores
         from grpo_lab.rollouts.transformers_engine import left_padded
 
         input_ids, attention_mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
         with torch.no_grad():
             generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
-            output = generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config)
+            output = generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                logits_processor=[FiniteScores()],
+            )
         rows: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
         return rows
 

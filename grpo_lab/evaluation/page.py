@@ -144,7 +144,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
             value = {str(place): text_of("", one) for place, one in enumerate(value, start=1)}
         if isinstance(value, Mapping) and value:
             groups.append((_NAMES.get(key, str(key).replace("_", " ")), list(_entries(value, key))))
-        elif key != "name":  # the page's heading
+        elif key not in ("name", "finished"):  # the heading, and of a notice where it is not
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     found = [*([("run", plain)] if plain else []), *groups]
     return Section("Settings", groups=found, folded="what was run, and with what")

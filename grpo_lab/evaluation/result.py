@@ -167,9 +167,10 @@ class EvaluationResult:
         }
 
     def write(self, folder: str | Path) -> Path:
-        """`summary.json`, `outcomes.parquet` and `outcomes.jsonl` in ``folder`` (made if need be). Returns it."""
+        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder`` (made if need be). Returns it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").unlink(missing_ok=True)  # of another evaluation
         write_outcomes(self.outcomes, folder)
         write_json(folder / "summary.json", self.summary())
         return folder

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
+from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
@@ -103,14 +104,17 @@ def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1, each with
     what was answered kept.
     """
+    plan = plan_of(known)
+    with nullcontext() if known.output is None else claim_output(known.output, known.overwrite):
+        if note := _unlike_its_run(known, plan.section.data):
+            print(visible(f"note: {note}"))
+        return _evaluate(known, plan)
+
+
+def _evaluate(known: argparse.Namespace, plan: Plan) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
-    plan = plan_of(known)
-    if known.output is not None:
-        claim_output(known.output, known.overwrite)
-    if note := _unlike_its_run(known, plan.section.data):
-        print(visible(f"note: {note}"))
     stopped = False
     with as_ctrl_c() as asked:
         try:
@@ -233,32 +237,39 @@ def _telling(section: DataSection) -> dict[str, Any]:
     }
 
 
-def claim_output(folder: Path, overwrite: bool) -> None:
-    """The output folder, made now so that nothing is computed in vain.
+def claim_output(folder: Path, overwrite: bool) -> OneWriter:
+    """The output folder, made and this process's now, so that nothing is computed in vain.
 
     Raises:
-        ValueError: it cannot be made, or holds an evaluation (without ``overwrite``) or something else.
+        ValueError: it cannot be made, is in use, or holds a whole evaluation (without ``overwrite``) or something else.
     """
     if folder.is_dir() and any(folder.iterdir()):
-        strangers = sorted(file.name for file in folder.iterdir() if file.name not in _FILES)
+        strangers = sorted(file.name for file in folder.iterdir() if file.name.removesuffix(".part") not in _FILES)
         if strangers:
             raise ValueError(
                 f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
             )
-        if not overwrite:
+        if not overwrite and _is_whole(folder):
             raise ValueError(
                 f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        return OneWriter(folder).take()
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
 
 
-_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html")
+_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Neither killed, which leaves its lock, nor asked to stop."""
+    from grpo_lab.evaluation import EvaluationResult
+
+    there = (folder / "summary.json").is_file() and not (folder / LOCK).exists()
+    return there and EvaluationResult.read(folder).stopped is None
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

@@ -12,7 +12,6 @@ folder → `evaluation/before` and `/after`, where the numbers that count are ac
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,13 +106,14 @@ def _shortened(
             count = _made(recipe, path, folder, stop, asked)
             write_run(folder, {**_summary(recipe, count, digest), "trained": True, "finished": False})
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
-    write_run(
-        folder, {**_summary(recipe, count, digest), "seconds": round(time.perf_counter() - began, 1), "finished": True}
-    )
+    done_now = {**_summary(recipe, count, digest), "seconds": round(time.perf_counter() - began, 1)}
+    write_run(folder, done_now)
+    page = write_report(folder)
+    write_run(folder, {**done_now, "finished": True})  # last: a finished run is refused
     for name, result in (("before", before), ("after", after)):
         if result is not None:
             console.print(f"{name}: {length_line(result)}")
-    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
+    console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
     return Shortened(folder, count, before, after)
 
 
@@ -258,11 +258,13 @@ def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path, s
 
 def _merge(recipe: Long2ShortRecipe, path: str, folder: Path) -> None:
     """`average_weights` wants an empty folder; the run's own has its marker and the first evaluation already."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        merged = average_weights(path, str(recipe.short_model), Path(place) / "merged", recipe.alpha)
-        for file in merged.iterdir():
-            if file.name != "run.json":
-                shutil.move(file, folder / file.name)
+    place = folder / "merged.part"
+    shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
+    merged = average_weights(path, str(recipe.short_model), place / "merged", recipe.alpha)
+    for file in merged.iterdir():
+        if file.name != "run.json":
+            shutil.move(file, folder / file.name)
+    shutil.rmtree(place)
 
 
 def _measure(recipe: Long2ShortRecipe, path: str, target: Path) -> EvaluationResult | None:

@@ -22,8 +22,16 @@ log = logging.getLogger(__name__)
 LOCK = "run.lock"
 
 
+class FolderGone(OSError):
+    """The folder was removed, or moved away, while a run wrote into it."""
+
+
 class OneWriter:
-    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this process's."""
+    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this process's.
+
+    Raises:
+        FolderGone: at the end of the block, in place of what came of it: half a run may stand where the folder was.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
@@ -32,11 +40,19 @@ class OneWriter:
     def __enter__(self) -> OneWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._held is not None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._held is None:
+            return
+        gone = not self._is_there(self._held)
+        if not gone:
             self.file.unlink(missing_ok=True)
-            os.close(self._held)
-            self._held = None
+        os.close(self._held)
+        self._held = None
+        if gone:
+            raise FolderGone(
+                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: what stands there now "
+                "is not all of it"
+            ) from error
 
     def take(self) -> OneWriter:
         """The folder is made where it is not there.
@@ -94,8 +110,8 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing but the lock is in it."""
-    return all(entry.name == LOCK for entry in folder.iterdir())
+    """Whether nothing is in it but the lock, and the half of a first file where a kill fell (``grpo_lab.atomic``)."""
+    return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
-__all__ = ["LOCK", "OneWriter", "check_writable", "is_empty"]
+__all__ = ["LOCK", "FolderGone", "OneWriter", "check_writable", "is_empty"]

@@ -91,6 +91,8 @@ def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts, rows: 
     folder = _claim(recipe, overwrite, rows)
     if read_marker(folder / "run.json").get("finished"):
         console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
+        if not (folder / "report.html").is_file():  # killed before it
+            write_report(folder)
         return RoundsDone(folder, _lines(folder, recipe.rounds.count))
     start = Round(0, round_folder(folder, 0), str(recipe.model.path or ""), str(recipe.model.path or ""))
     carry_out(work.of_start(), start, _Told(recipe), work.around)

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.pipelines.interruption import SIGNALS, Interrupted, Kept
-from grpo_lab.trainer.resume.stop import CTRL_C, MAX_HOURS, STOP_FILE, hours_of_this_process, remove, started
+from grpo_lab.trainer.resume.stop import (
+    CTRL_C,
+    MAX_HOURS,
+    STOP_FILE,
+    hours_of_this_process,
+    is_of_an_earlier_run,
+    remove,
+)
 from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
 
 log = logging.getLogger("grpo_lab")
@@ -79,7 +86,7 @@ class StopRequests:
             remove(self.file)
             said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
             raise Interrupted(said, None, self.folder, AGAIN)
-        if self.file.stat().st_mtime < started():
+        if is_of_an_earlier_run(self.file):
             log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
             remove(self.file)
 

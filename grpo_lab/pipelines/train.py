@@ -99,7 +99,7 @@ def _as_it_is(folder: Path) -> Outcome:
     """A finished run is left alone: no step more, no evaluation again."""
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
     record, report = read_run(folder), folder / "report.html"
-    return Outcome(folder, report if report.is_file() else None, record.before, record.after)
+    return Outcome(folder, report if report.is_file() else write_report(folder), record.before, record.after)
 
 
 def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
@@ -132,7 +132,8 @@ def _reinforce(
 ) -> dict[str, Any]:
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
-    from grpo_lab.trainer.resume.checkpoint import WasRead, save_final
+    from grpo_lab.trainer.resume.checkpoint import save_final
+    from grpo_lab.trainer.resume.which import WasRead
 
     recipe, folder = job.recipe, job.recipe.output_dir
     console.rule(f"reinforcement: {recipe.trainer}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grpo_lab.finite import FiniteScores
 from grpo_lab.rollouts.thinking_budget import Generate
 
 
@@ -37,6 +38,7 @@ def transformers_generate(
                     do_sample=True,
                     pad_token_id=pad_id,
                     eos_token_id=sorted(eos_ids),
+                    logits_processor=[FiniteScores()],
                     **sampling,
                 )
             for row, whole in zip(rows, answer[:, ids.shape[1] :].tolist(), strict=True):

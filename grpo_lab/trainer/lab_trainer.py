@@ -32,7 +32,7 @@ from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
-from grpo_lab.trainer.resume.checkpoint import chosen, save_whole
+from grpo_lab.trainer.resume.checkpoint import save_whole
 from grpo_lab.trainer.resume.going_on import GoingOn
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.rollout.engine import engine_class
@@ -153,7 +153,7 @@ class LabTrainer(GoingOn):
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         with self.parts.stop.in_force():
-            return super().train(chosen(self, resume_from_checkpoint), trial, ignore_keys_for_eval)
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 

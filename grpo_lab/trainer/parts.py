@@ -110,8 +110,8 @@ class Parts:
     def before_generation(self, training: bool) -> None:
         """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it takes."""
         self.weight_schedules.apply()
+        self.guard.before_generation()
         if training:
-            self.guard.before_generation()
             self.reference.before_generation()
         if training and self.optimizer_reset is not None:
             self.optimizer_reset.before_generation()

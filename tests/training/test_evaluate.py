@@ -155,6 +155,33 @@ def test_the_output_folder_is_looked_at_first(
     assert (out / "outcomes.jsonl").read_bytes() != first["outcomes.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "no page", "Ctrl-C"]
+)
+def test_half_an_evaluation_is_made_again_by_the_same_command(after: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Killed while it was written, or asked to stop: it was refused as an evaluation that is there, or as something else."""
+    out = tmp_path / "out"
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", *SMALL, "--output", str(out)]
+    assert main(words) == 0
+    tell_time = ("summary.json", "report.html")
+    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name not in tell_time}
+    if after == "Ctrl-C":
+        EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(out)
+    elif after == "no page":
+        (out / "report.html").unlink()
+        (out / "run.lock").touch()  # a kill leaves it
+    else:
+        for path in out.iterdir():
+            if after not in ("outcomes.jsonl", "outcomes.parquet") or path.name in tell_time:
+                path.unlink()
+        (out / after).touch()
+    assert main(words) == 0
+    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name not in tell_time}
+    assert found == whole
+    assert all((out / name).is_file() for name in tell_time)
+    assert main(words) == 2
+
+
 def test_a_model_without_tokenizer_is_named_and_another_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("*token*", "*.jinja"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import TrainerCallback
 
 from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
 from grpo_lab import LabConfig, LabTrainer
@@ -223,15 +224,75 @@ def test_an_infinite_score_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_weights_that_the_optimizer_breaks(tiny_folder: Path, tmp_path: Path) -> None:
     """Adam in fp16: ε = 1e-8 is 0 there, and so are small squares. All numbers that the guard sees are finite in step 1, the weights NaN after it."""
-    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=3, save_strategy="steps", save_steps=1)
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=3)
     trainer.model.half()
     with pytest.raises(NumbersError) as stopped:
         trainer.train()
     said = str(stopped.value)
     assert said.startswith("after step 1 the weights hold NaN or infinities, in ")
     assert "After step 0 they were finite" in said
-    assert "There is no checkpoint" in said  # none before the bad one
+    assert "There is no checkpoint" in said
     assert trainer.state.global_step == 1
+
+
+class Breaks(TrainerCallback):
+    """In one step's optimizer, after everything of the step was looked at: NaN in a moment, or the learning rate is none."""
+
+    def __init__(self, step: int, what: str) -> None:
+        self.step, self.what = step, what
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            if self.what == "learning rate":
+                optimizer.param_groups[0]["lr"] = math.inf
+            else:
+                next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize(("what", "every"), [("moment", 1), ("learning rate", 4)])
+def test_what_the_last_step_breaks_is_no_success(what: str, every: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """Nothing is generated after it, with one step a generation or four: the training ended, and NaN was saved as its model."""
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=4, steps_per_generation=2 * every)
+    trainer.add_callback(Breaks(4, what))
+    with pytest.raises(NumbersError, match="after step 4 the weights hold NaN or infinities, in"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"objective": None}, {"objective": "ppo", "value": {"model": "head"}}],
+    ids=["ours", "drop-in", "critic"],
+)
+def test_nan_is_in_no_checkpoint_and_the_run_goes_on_from_the_one_before(
+    settings: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """With `save_total_limit: 1` the checkpoint before went for it."""
+    saved = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "max_steps": 4,
+        "steps_per_generation": 8,
+    }
+    trainer = build(tiny_folder, tmp_path, Plant({}), **saved, **settings)
+    trainer.add_callback(Breaks(3, "moment"))
+    with pytest.raises(
+        NumbersError, match=r"checkpoint of step 3 is not kept: \S+ holds NaN .*newest whole one is .*checkpoint-2"
+    ):
+        trainer.train()
+    assert [place.name for place in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(tiny_folder, tmp_path, Plant({}), **saved, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert state_of(resumed).isfinite().all()
+
+
+def test_guard_off_said_so_keeps_what_there_is(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=2, save_strategy="steps", save_steps=1, guard="off")
+    trainer.add_callback(Breaks(2, "moment"))
+    trainer.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 @pytest.mark.slow
@@ -350,6 +411,39 @@ def test_nan_among_the_weights_is_named_before_anything_is_sampled(tiny_folder: 
         weight.view(-1)[3] = math.nan
     with pytest.raises(NumbersError, match=rf"hold NaN or infinities, in 1 of \d+ tensors \({name}\)"):
         trainer.train()
+
+
+@pytest.mark.parametrize("objective", ["dr_grpo", None])
+@pytest.mark.parametrize(
+    ("where", "number", "said"),
+    [
+        ("weight", 3e38, r"though its weights are: the largest is 3e\+38, in model.norm.weight"),
+        (
+            "buffer",
+            math.nan,
+            r"scores of the next token are not finite|in 1 of \d+ tensors \(model.rotary_emb.inv_freq\)",
+        ),
+        ("buffer", math.inf, "scores of the next token are not finite"),
+        (
+            "weight",
+            math.nan,
+            r"weights hold NaN or infinities, in 1 of|hold NaN or infinities, in 1 of \d+ tensors \(model.norm",
+        ),
+    ],
+)
+def test_scores_that_are_not_finite_are_named(
+    where: str, number: float, said: str, objective: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """In a drop-in run, too; "probability tensor contains either `inf`, `nan` or element < 0" ended it with code 1."""
+    trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=1, objective=objective)
+    trainer.rollout_func = None
+    tensor = trainer.model.model.norm.weight if where == "weight" else trainer.model.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        tensor.fill_(number)
+    with pytest.raises(NumbersError, match=said):
+        trainer.train()
+    with pytest.raises(NumbersError, match="scores of the next token are not finite"):
+        trainer.evaluate(trainer.train_dataset)
 
 
 def test_fp16s_overflow_is_left_to_its_scaler() -> None:

@@ -15,6 +15,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from grpo_lab.finite import NumbersError
 from grpo_lab.pipelines import long2short as pipeline
 from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.long2short import _claim, long2short
@@ -136,6 +137,52 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
     assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     training.done()
     assert not (again / "stopped").exists()
+
+
+@pytest.mark.parametrize("at", ["shutil.move", "write_report"])
+def test_a_merge_that_is_killed_leaves_nothing_behind(
+    at: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in which the average is made had another name each time, and stayed; a run without its page was finished."""
+    given: dict[str, Any] = {"data": None, "training": None, "evaluation": None, "short_model": str(tiny_folder)}
+
+    def names(folder: str) -> list[str]:
+        return sorted(path.relative_to(tmp_path / folder).as_posix() for path in (tmp_path / folder).rglob("*"))
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(f"grpo_lab.pipelines.long2short.{at}", lambda *_: os._exit(9))
+        long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    long2short(recipe(tmp_path / "killed", tiny_folder, "merge", **given))
+    long2short(recipe(tmp_path / "whole", tiny_folder, "merge", **given))
+    assert names("killed") == names("whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
+def test_nan_is_no_trained_model_and_no_checkpoint(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """The optimizer breaks the last step, or the one after which it is asked to stop: neither is kept."""
+
+    class Breaks(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
+            if state.global_step == 1:
+                optimizer.param_groups[0]["lr"] = float("nan")
+
+    def trained(steps: int) -> None:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+        training = StoppableTraining(tmp_path / "stopped", "this", lambda: model.lm_head.weight.isnan().any())
+        arguments = {**TRAINING, "per_device_train_batch_size": 2, "use_cpu": True, "max_steps": steps}
+        if method == "shortest_sft":
+            rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
+            supervised(model, tokenizer, rows, tmp_path, arguments, [Breaks()], train=training)
+        else:
+            prefer(method, model, tokenizer, Dataset.from_list(PAIRS), tmp_path, arguments, [Breaks()], train=training)
+
+    with pytest.raises(NumbersError, match="the weights that the training has left hold NaN"):
+        trained(2)
+    with pytest.raises(NumbersError, match="asked to stop after step 2, and nothing is kept of it"):
+        trained(3)
+    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def test_a_stopped_training_on_other_rows_is_not_gone_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import forked
 from grpo_lab.checkpoints import what_is_broken
+from grpo_lab.cli import main
 from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.train import train
@@ -52,7 +53,7 @@ GOOD: dict[str, Any] = {
 }
 TIMES = ("step_time",)
 TEAM = '''
-import os, signal
+import os, shutil, signal
 from transformers import TrainerCallback
 from grpo_lab import LabTrainer
 
@@ -67,6 +68,16 @@ class Ask(TrainerCallback):
         if state.global_step == 2 and not os.path.exists(self.asked):
             open(self.asked, "w").close()
             os.kill(os.getpid(), getattr(signal, self.name))
+
+class Does(TrainerCallback):
+    """In step 4: the learning rate is none, or the run's folder goes."""
+    def __init__(self, what: str):
+        self.what = what
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 3 and self.what == "break":
+            optimizer.param_groups[0]["lr"] = float("nan")
+        elif state.global_step == 3:
+            shutil.rmtree(args.output_dir)
 
 class Mine(LabTrainer):
     """A team's."""
@@ -161,6 +172,9 @@ def test_a_finished_run_is_left_alone(whole: Path) -> None:
     assert stamps == [stamp(path) for path in files]
     assert outcome.after is not None
     assert outcome.report == whole / "report.html"
+    outcome.report.unlink()  # killed before it
+    again(whole)
+    assert outcome.report.is_file()
 
 
 def test_killed_after_the_last_checkpoint_only_the_end_is_made(whole: Path) -> None:
@@ -232,6 +246,64 @@ def test_a_half_saved_cold_start_is_made_again(whole: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     again(folder)
     same(folder, whole)
+
+
+@pytest.mark.parametrize("objective", ["dr_grpo", None])
+def test_nan_of_the_last_step_is_no_finished_run(
+    objective: str | None, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with 0, a model of NaN and a report."""
+    folder = home / f"broken-{objective}"
+    recipe = {**GOOD, "objective": objective, "save_strategy": "no", "output_dir": str(folder)}
+    (home / "broken.yaml").write_text(
+        yaml.safe_dump({**recipe, "callbacks": [{"name": "pipeline_team:Does", "what": "break"}]})
+    )
+    assert main(["train", "--config", str(home / "broken.yaml")]) == 4
+    assert (
+        "the weights hold NaN" in (said := capsys.readouterr().err)
+        or "weights that the training has left hold NaN" in said
+    )
+    assert run_of(folder)["finished"] is False
+    assert not (folder / "model.safetensors").exists()
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_a_run_folder_that_is_removed_ends_the_run_in_a_line(
+    saves: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was made anew at the next checkpoint: the second half of a run; or a traceback."""
+    folder = home / f"removed-{saves}"
+    recipe = {**GOOD, "save_strategy": saves, "output_dir": str(folder), "logging_steps": 10, "evaluation": None}
+    (home / "removed.yaml").write_text(
+        yaml.safe_dump({**recipe, "callbacks": [{"name": "pipeline_team:Does", "what": "remove"}]})
+    )
+    assert main(["train", "--config", str(home / "removed.yaml")]) == 74
+    err = capsys.readouterr().err
+    (said,) = [line for line in err.splitlines() if "grpo-lab: error: " in line]
+    assert f"{str(folder)!r} was moved away, or it and run.lock in it removed, while this wrote into it" in said
+    assert not folder.exists()
+
+
+def test_a_checkpoint_of_another_width_or_less_is_said_in_a_line(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy(whole, "another", 4)
+    file = folder / "checkpoint-4" / "model.safetensors"
+    held = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    (folder / "checkpoint-4" / "grpo_lab_checkpoint.json").unlink()  # stock TRL's has none
+    (folder.parent / "another.yaml").write_text(yaml.safe_dump({**GOOD, "output_dir": str(folder)}))
+    words = ["train", "--config", str(folder.parent / "another.yaml"), "--resume"]
+    for tensors, expected in (
+        ({**held, name: held[name][:, :8].contiguous()}, f"checkpoint-4 is of another model: size mismatch for {name}"),
+        ({one: value for one, value in held.items() if one != name}, f"lacks 1 of 15 tensors of the model ({name}"),
+    ):
+        save_file(tensors, file, metadata={"format": "pt"})
+        assert main(words) == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo-lab: error: ")]
+        assert len(said) == 1
+        assert expected in said[0]
 
 
 def asked(home: Path, name: str) -> dict[str, Any]:

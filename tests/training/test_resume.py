@@ -16,7 +16,9 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -482,6 +484,37 @@ def test_save_total_limit_and_weights_only(tmp_path: Path) -> None:
     assert inside(tmp_path / "limited" / "checkpoint-3")
     build(tmp_path / "only", **TWO_STEPS, save_only_model=True, max_steps=1).train()
     assert not list((tmp_path / "only" / "checkpoint-1").glob("grpo_lab_generation*"))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_of_the_adapter_is_refused(tmp_path: Path) -> None:
+    """PEFT warns, and the tensor stays as a new adapter has it."""
+    settings: dict[str, Any] = {
+        "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
+        "max_steps": 1,
+    }
+    build(tmp_path / "whole", **settings).train()
+    place = tmp_path / "whole" / "checkpoint-1"
+    (place / MARK).unlink()  # stock TRL's has none
+    held = load_file(place / "adapter_model.safetensors")
+    left_out = min(held)
+    save_file({name: value for name, value in held.items() if name != left_out}, place / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"the checkpoint lacks 1 of 4 tensors of the model \({left_out}"):
+        build(tmp_path / "again", **settings).train(resume_from_checkpoint=str(place))
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
+def test_what_starts_anew_is_said(missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the path was given, as in TRL; `True` passes over it."""
+    build(tmp_path / "whole", max_steps=1).train()
+    place = tmp_path / "whole" / "checkpoint-1"
+    for name in (MARK, missing):
+        (place / name).unlink()
+    again = build(tmp_path / "whole", max_steps=1)
+    with caplog.at_level("WARNING", logger="grpo_lab"):
+        again.train(resume_from_checkpoint=str(place))
+    assert f"checkpoint-1 holds no {missing} (" in caplog.text
+    with pytest.raises(ValueError, match=rf"no checkpoint in .* is whole: checkpoint-1 \({missing} is missing\)"):
+        again.train(resume_from_checkpoint=True)
 
 
 def test_a_folder_that_is_written_again_keeps_no_old_batch(tmp_path: Path) -> None:

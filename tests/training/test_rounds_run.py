@@ -120,7 +120,9 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
     for row in rows:
         assert brief([row["chosen"], row["rejected"]]) == [1.0, 0.0]
     before = files(tmp_path / "out" / "round-1")
+    (tmp_path / "out" / "report.html").unlink()  # killed before it
     run_rounds(dpo)
+    assert (tmp_path / "out" / "report.html").is_file()
     assert "nothing to do" in capsys.readouterr().out
     more = {**changes, "rounds": {"count": 2, "questions": 8}}
     second = run_rounds(

@@ -50,6 +50,8 @@ CASES = [
     ("contradiction", {**GOOD, "objective": "dr_grpo", "scale_rewards": "group"}, ["scale_rewards", "advantage"]),
     ("unknown trainer", change("trainer", "DrGROPTrainer"), ["trainer", "DrGROPTrainer"]),
     ("two models", change("model.path", "/x"), ["exactly one of `path`", "tiny"]),
+    ("no file", {**GOOD, "data": {"loader": "file"}}, ["`data` (loader 'file') needs `source`"]),
+    ("no model of a reward", {**GOOD, "rewards": ["token_classification_steps"]}, ["`rewards`", "needs `model`"]),
     ("missing file", {**GOOD, "data": {"loader": "gsm8k", "source": "/no/such/place"}}, ["/no/such/place", "source"]),
     ("batch does not divide", change("num_generations", 3), ["num_generations", "3"]),
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +23,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_lab import checkpoints
 from grpo_lab.checkpoints import MARK, SAVING, mark_of, what_is_broken
-from grpo_lab.trainer.resume import checkpoint
-from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, WasRead, chosen, save_final, save_whole, surplus
+from grpo_lab.finite import NumbersError
+from grpo_lab.trainer.resume import checkpoint, which
+from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, save_final, save_whole, surplus
+from grpo_lab.trainer.resume.which import WasRead, chosen, newest_read
 
 
 class Saves:
@@ -34,7 +38,9 @@ class Saves:
         self.run = run
         self.args = SimpleNamespace(should_save=True, local_process_index=0, save_total_limit=1, output_dir=str(run))
         self.args.save_checksums = True
+        self.lab_settings = SimpleNamespace(keeps_nan=False)
         self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
+        self.accelerator.process_index = 0
         self.state = TrainerState(global_step=4)
         self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
         self.recorder = SimpleNamespace(say=lambda words, level: self.events.append(words))
@@ -49,7 +55,7 @@ class Saves:
 
     def stock(self, model: Any, trial: Any, then: Callable[[Path], None] = lambda folder: None) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        (folder / "model.safetensors").write_bytes(b"weights")
+        save_file({"w": torch.zeros(64)}, folder / "model.safetensors")
         then(folder)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
@@ -88,7 +94,9 @@ def test_written_moved_pushed_and_only_then_others_pruned(trainer: Saves) -> Non
     mark = json.loads((place / MARK).read_text())
     assert mark["step"] == 4
     assert set(mark["files"]) == {"model.safetensors", "ours.json", "trainer_state.json"}
-    assert mark["sha256"] == {"model.safetensors": sha256(sha256(b"weights").digest()).hexdigest()}
+    weights = (place / "model.safetensors").read_bytes()
+    assert mark["sha256"] == {"model.safetensors": sha256(sha256(weights).digest()).hexdigest()}
+    assert mark["finite"] is True
     assert trainer.state.best_model_checkpoint == str(place)
     assert json.loads((place / "trainer_state.json").read_text())["best_model_checkpoint"] == str(place)
 
@@ -104,19 +112,68 @@ def test_the_best_is_one_that_was_written_before(trainer: Saves) -> None:
 
 
 def test_what_goes_is_what_transformers_would_remove(tmp_path: Path) -> None:
+    """As far as the clock is right: those of an earlier training may have any step, those of this one come in order."""
     rng = random.Random(0)
     for number in range(60):
         run = tmp_path / str(number)
-        steps = rng.sample(range(1, 200), rng.randint(1, 6))
-        for age, step in enumerate(rng.choice((steps, sorted(steps)))):
+        steps = sorted(rng.sample(range(1, 200), rng.randint(1, 6)))
+        newest = rng.choice(steps)
+        written = [*(step for step in steps if step > newest), *(step for step in steps if step <= newest)]
+        for age, step in enumerate(written):
             (run / f"checkpoint-{step}").mkdir(parents=True)
             os.utime(run / f"checkpoint-{step}", times=(age * 10.0, age * 10.0))
         limit = rng.choice((None, 0, 1, 2, 3))
         best = rng.choice((None, str(run / f"checkpoint-{rng.choice(steps)}"), str(run / "checkpoint-999")))
         before = {path.name for path in run.iterdir()}
-        going = {path.name for path in surplus(str(run), limit, best)}
+        going = {path.name for path in surplus(str(run), limit, best, newest)}
         rotate_checkpoints(str(run), limit, best, use_mtime=True)
         assert {path.name for path in run.iterdir()} == before - going
+
+
+def test_a_clock_that_was_set_back_removes_no_new_checkpoint(trainer: Saves) -> None:
+    """Three hours, between two savings: by its time the new one was the oldest, and went as soon as it was written."""
+    for step, hours in ((2, 0), (4, -3), (6, -3)):
+        trainer.state.global_step = step
+        save_whole(trainer, None, None, trainer.stock)
+        then = time.time() + hours * 3600
+        os.utime(trainer.run / f"checkpoint-{step}", times=(then, then))
+        assert [path.name for path in trainer.run.iterdir()] == [f"checkpoint-{step}"]
+    trainer.args.save_total_limit, trainer.state.global_step = 2, 8
+    save_whole(
+        trainer, None, None, lambda model, trial: os.utime(trainer.run / "checkpoint-6") or trainer.stock(model, trial)
+    )
+    assert sorted(path.name for path in trainer.run.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("file", ["model.safetensors", "critic/critic.safetensors", "optimizer.pt"])
+def test_nan_gets_no_name_and_removes_no_other(file: str, number: float, trainer: Saves) -> None:
+    """`save_total_limit: 1`: the last good checkpoint went for one of NaN."""
+    trainer.state.global_step = 2
+    save_whole(trainer, None, None, trainer.stock)
+    trainer.state.global_step, trainer.state.best_model_checkpoint = 4, "before"
+
+    def broken(folder: Path) -> None:
+        (folder / file).parent.mkdir(exist_ok=True)
+        bad = {"w": torch.tensor([0.0, number])}
+        torch.save(bad, folder / file) if file.endswith(".pt") else save_file(bad, folder / file)
+
+    def saving() -> None:
+        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, broken))
+
+    trainer.events.clear()
+    with pytest.raises(
+        NumbersError,
+        match=rf"checkpoint of step 4 is not kept: {file} holds NaN or infinities, in 1 of 1 tensors \(w\)",
+    ):
+        saving()
+    assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-2"]
+    assert trainer.events == ["written"]
+    assert trainer.state.best_model_checkpoint == "before"
+    trainer.lab_settings.keeps_nan = True  # `guard: off`, said so
+    saving()
+    assert json.loads((trainer.run / "checkpoint-4" / MARK).read_text())["finite"] is False
+    assert chosen(trainer, True) == str(trainer.run / "checkpoint-4")
 
 
 def test_one_that_goes_leaves_its_name_in_one_move(trainer: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +218,16 @@ def test_a_folder_that_cannot_be_written(trainer: Saves) -> None:
         save_whole(trainer, None, None, trainer.stock)
 
 
+def test_a_run_folder_that_was_removed_is_not_made_anew(trainer: Saves, tmp_path: Path) -> None:
+    """The end of a run stood there without its beginning, as a finished one."""
+    trainer.run = gone = tmp_path / "run"
+    trainer.args.output_dir, trainer.lab_settings.keeps_nan = str(gone), True
+    for save in (lambda: save_whole(trainer, None, None, trainer.stock), lambda: save_final(trainer, gone)):
+        with pytest.raises(CheckpointNotWritten, match="run is gone: it was removed while the run wrote into it"):
+            save()
+    assert not gone.exists()
+
+
 def test_the_same_step_again_takes_the_place_of_the_first(trainer: Saves) -> None:
     for text in ("1", "2"):
         trainer.parts.save = lambda folder, _, text=text: (Path(folder) / f"ours-{text}.json").write_text(text)
@@ -178,6 +245,13 @@ def test_true_is_the_newest_whole_one(trainer: Saves) -> None:
     assert [chosen(trainer, given) for given in (None, False, "there")] == [None, False, "there"]
 
 
+def test_a_pickle_that_runs_a_command_is_refused_by_its_path_too(trainer: Saves) -> None:
+    (place := trainer.run / "mine").mkdir()
+    torch.save({"x": Path("/")}, place / "scheduler.pt")
+    with pytest.raises(ValueError, match=r"mine: scheduler.pt names pathlib.*, which is not loaded from a file"):
+        chosen(trainer, str(place))
+
+
 def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Saves) -> None:
     """``True`` goes on from the one before; a path that was asked for is an error. Without the list nothing is compared."""
     places = [trainer.run / f"checkpoint-{step}" for step in (4, 5)]
@@ -193,9 +267,11 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Sa
     file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     assert what_is_broken(places[1]) is None, "its head and its length are right"
     assert chosen(trainer, True) == str(places[0])
-    assert trainer.events[-1].endswith(
+    said, anew = trainer.events[-2:]
+    assert said.endswith(
         "checkpoint-5 (model.safetensors is damaged: its content is not what was written (another checksum))"
     )
+    assert "checkpoint-4 holds no optimizer.pt, rng_state.pth, scheduler.pt" in anew
     with pytest.raises(ValueError, match=r"checkpoint-5: model.safetensors is damaged"):
         chosen(trainer, str(places[1]))
     assert chosen(trainer, WasRead(places[1])) == str(places[1])
@@ -225,19 +301,20 @@ def test_every_rank_goes_on_from_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     """One process of each node reads; where a node finds its newest one damaged, all take the one before."""
     two, four = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
     others = [(four, []), (two, ["checkpoint-4 (optimizer.pt is damaged)"])]
-    monkeypatch.setattr(checkpoint, "gather_object", lambda own: [*others, *own])
-    assert checkpoint.newest_read(tmp_path, reads=False) == (two, ["checkpoint-4 (optimizer.pt is damaged)"])
+    monkeypatch.setattr(which, "gather_object", lambda own: [*others, *own])
+    assert newest_read(tmp_path, reads=False) == (two, ["checkpoint-4 (optimizer.pt is damaged)"])
     others.append((None, []))
-    assert checkpoint.newest_read(tmp_path, reads=False)[0] is None
+    assert newest_read(tmp_path, reads=False)[0] is None
 
 
-def test_a_final_model_that_cannot_be_written_says_where_it_is_kept(tmp_path: Path) -> None:
+def test_a_final_model_that_cannot_be_written_says_where_it_is_kept(trainer: Saves, tmp_path: Path) -> None:
     """safetensors' error is no OSError; it came out as a traceback with exit code 1."""
 
     def full(_: str) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
+    trainer.save_model, trainer.lab_settings.keeps_nan = full, True
     with pytest.raises(
         CheckpointNotWritten, match=r"the trained model could not be written .*No space left .*there is no checkpoint"
     ):
-        save_final(SimpleNamespace(save_model=full), tmp_path)
+        save_final(trainer, tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from grpo_lab import LabConfig
 from grpo_lab.advantages import GAE, Moments, gae, masked_moments, whiten
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.objectives.value_loss import explained_variance, value_clip_acts, value_loss
+from grpo_lab.trainer.critic.files import save_beside
+from grpo_lab.trainer.critic.network import Critic
+from grpo_lab.trainer.trl_bridge import CRITIC
 
 D = torch.float64
 
@@ -132,3 +137,12 @@ def test_a_critic_with_all_defaults_however_it_is_asked_for() -> None:
 def test_what_cannot_be_is_refused(written: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(**written)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_rank_that_saves_writes_the_critic_and_no_other(saves: bool, tmp_path: Path) -> None:
+    """From transformers 5.20 on all ranks come through `_save`: each wrote the same files, and moved the others' half ones."""
+    critic = Critic(4)
+    state = {f"{CRITIC}.{name}": value for name, value in critic.state_dict().items()}
+    save_beside(SimpleNamespace(args=SimpleNamespace(should_save=saves)), critic, str(tmp_path), state)
+    assert [place.name for place in tmp_path.iterdir()] == (["critic"] if saves else [])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_lab.curation import PassRate, Sampled, average_weights, preference_pairs, sampled, shortest_correct
+from grpo_lab.finite import NumbersError
 
 #                        0       1     2       3      4      5     6
 LENGTHS = [40, 10, 15, 14, 99, 5, 200]
@@ -136,6 +137,16 @@ def test_only_what_a_model_is_goes_along(tmp_path: Path) -> None:
         (a / name).write_text("x")
     out = average_weights(a, checkpoint(tmp_path / "b", {"w": torch.ones(2)}), tmp_path / "out")
     assert sorted(file.name for file in out.iterdir()) == sorted(["config.json", "model.safetensors", *belongs])
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(float("nan"), torch.float32), (1e38, torch.float16)])
+def test_an_average_that_is_not_finite_is_not_written(number: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """NaN in one of two models, or more than the first one's type can hold: it was a merged model like another."""
+    a = checkpoint(tmp_path / "a", {"w": torch.ones(2, dtype=dtype), "n": torch.tensor([1])})
+    b = checkpoint(tmp_path / "b", {"w": torch.tensor([1.0, number]), "n": torch.tensor([1])})
+    with pytest.raises(NumbersError, match=r"is not written: model.safetensors holds NaN .* in 1 of 2 tensors \(w\)"):
+        average_weights(a, b, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:

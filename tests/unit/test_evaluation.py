@@ -18,6 +18,8 @@ from grpo_lab.evaluation import (
     paired_gain,
 )
 from grpo_lab.evaluation.generation import plain_generation_config, render_prompt
+from grpo_lab.finite import NumbersError
+from grpo_lab.rollouts.transformers_engine import transformers_generate
 from grpo_lab.testing import tiny_model
 
 torch.set_num_threads(1)
@@ -356,6 +358,20 @@ def test_no_advice_that_cannot_be_followed(model_and_tokenizer):
         evaluate(model, tokenizer, rows_of(["2 + 2 =", "word " * 600]), max_new_tokens=512, **common)
     with pytest.raises(ValueError, match="No max_new_tokens"):
         TransformersGenerator(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
+
+
+@pytest.mark.parametrize("number", [math.nan, 3e38])
+def test_a_model_whose_scores_are_not_finite_is_no_bad_model(number):
+    """Greedy took token 0 for each, and the accuracy was 0%; sampled, torch said "probability tensor"."""
+    model, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=1)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(number)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(NumbersError, match="scores of the next token are not finite"):
+            TransformersGenerator(model, tokenizer, 2)([[5, 6]], n=1, temperature=temperature, max_new_tokens=4, seed=0)
+        ids = ([[5, 6]], 4)
+        with pytest.raises(NumbersError, match="scores of the next token are not finite"):
+            transformers_generate(model, pad_id=0, eos_ids=[1])(*ids)
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +17,12 @@ import pytest
 
 from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.one_writer import LOCK, OneWriter, is_empty
+from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import MetricsFile, write_run
+from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder, write_run
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.rollouts.server_restart import Restart
 
@@ -60,6 +63,26 @@ def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
     with OneWriter(folder).take():
         assert is_empty(folder)
     assert not (folder / LOCK).exists()
+
+
+@pytest.mark.parametrize("what", ["removed", "moved away", "made anew"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: Path) -> None:
+    """A curation went on into a folder of its own making, without the samples, and ended with 0; others with a traceback."""
+    folder = tmp_path / "run"
+
+    def run() -> None:
+        with OneWriter(folder).take():
+            folder.rename(tmp_path / "away") if what == "moved away" else shutil.rmtree(folder)
+            if what == "made anew":
+                folder.mkdir()
+            if fails:
+                raise FileNotFoundError(2, "No such file or directory", str(folder / "metrics.jsonl"))
+
+    with pytest.raises(
+        FolderGone, match=r"run' was moved away, or it and run.lock in it removed, while this wrote into it"
+    ):
+        run()
 
 
 def lock(folder: Path) -> None:
@@ -136,7 +159,12 @@ def by_rounds(folder: Path) -> Any:
     return rounds_recipe_from({**written, "max_completion_length": 8, "output_dir": str(folder)})
 
 
+def measured(folder: Path) -> None:
+    claim_output(folder, overwrite=False)
+
+
 ALL = [
+    (measured, lambda folder: folder),
     (train.train, training),
     (curate.curate, curation),
     (long2short.long2short, shortening),
@@ -157,3 +185,28 @@ def test_every_pipeline_asks(
     with pytest.raises(ValueError, match=rf"in use: process {other.pid} on"):
         run(recipe(tmp_path / "run"))
     assert is_empty(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("check", "recipe", "first"),
+    [
+        (refuse_folder, training, "run.json"),
+        (curate.check_folder, curation, "curation.json"),
+        (long2short.check_folder, shortening, "run.json"),
+        (run_rounds.check_folder, by_rounds, "run.json"),
+    ],
+    ids=["train", "curate", "long2short", "rounds"],
+)
+def test_a_command_that_was_killed_in_its_first_file_knows_its_folder(
+    check: Callable[..., Any], recipe: Callable[[Path], Any], first: str, tmp_path: Path
+) -> None:
+    """It said "holds something else"."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (LOCK, f"{first}.part"):
+        (folder / name).touch()
+    asked = {name: False for name in ("overwrite", "resume") if name in signature(check).parameters}
+    check(recipe(folder), **asked)
+    (folder / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="choose another"):
+        check(recipe(folder), **asked)

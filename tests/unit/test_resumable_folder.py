@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import save_file
@@ -198,6 +202,40 @@ def cut(name: str) -> Callable[[Path], None]:
     return half
 
 
+def named_by(file: str) -> Callable[[Path], Any]:
+    """A pickle that would run a command."""
+    return lambda place: torch.save({"state": {}, "more": Runs()}, place / file)
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def holds(file: str, number: float) -> Callable[[Path], Any]:
+    """One number of a tensor is NaN or infinite."""
+
+    def plant(place: Path) -> None:
+        bad = torch.zeros(64)
+        bad[7] = number
+        (place / file).parent.mkdir(exist_ok=True)
+        if file.endswith(".safetensors"):
+            save_file({"w": bad}, place / file)
+        elif file.endswith(".distcp"):
+            dcp.save({"w": bad, "step": 3}, checkpoint_id=(place / file).parent, no_dist=True)
+        else:
+            torch.save({"state": {0: {"exp_avg": bad}}, "param_groups": [{"lr": 1e-3}]}, place / file)
+
+    return plant
+
+
+def one_is_missing(place: Path) -> None:
+    """A shard that has lost a tensor."""
+    save_file({"w": torch.zeros(64)}, place / "model-1.safetensors")
+    listed = {"weight_map": {"w": "model-1.safetensors", "bias": "model-1.safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "weights cut": cut("model.safetensors"),
     "optimizer cut": cut("optimizer.pt"),
@@ -211,6 +249,26 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     ),
     "marked by transformers": lambda place: (place / "checkpoint-is-incomplete.txt").write_text("…"),
     "empty folder": lambda place: [file.unlink() for file in place.iterdir()],
+    "no optimizer": lambda place: (place / "optimizer.pt").unlink(),
+    "no schedule": lambda place: (place / "scheduler.pt").unlink(),
+    "no random numbers": lambda place: (place / "rng_state.pth").unlink(),
+    "a shard without a tensor": one_is_missing,
+    **{f"{file} runs a command": named_by(file) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth")},
+}
+NOT_FINITE: dict[str, Callable[[Path], Any]] = {
+    "weights, NaN": holds("model.safetensors", math.nan),
+    "weights, infinite": holds("model.safetensors", -math.inf),
+    "an adapter": holds("adapter_model.safetensors", math.nan),
+    "a copy of an adapter": holds("ref/adapter_model.safetensors", math.nan),
+    "a critic": holds("critic/critic.safetensors", math.nan),
+    "a reference that has moved": holds("grpo_lab_reference/00000.safetensors", math.nan),
+    "moments": holds("optimizer.pt", math.nan),
+    "a learning rate": lambda place: torch.save(
+        {"state": {}, "param_groups": [{"lr": math.nan}]}, place / "optimizer.pt"
+    ),
+    "FSDP's whole weights": holds("pytorch_model_fsdp.bin", math.nan),
+    "FSDP's shards": holds("pytorch_model_fsdp_0/__0_0.distcp", math.nan),
+    "FSDP's shards of moments": holds("optimizer_0/__0_0.distcp", math.inf),
 }
 
 
@@ -224,6 +282,29 @@ def test_the_newest_whole_checkpoint_is_taken(damage: Callable[[Path], Any], tmp
     assert newest == tmp_path / "checkpoint-9"
     assert len(passed) == 1
     assert passed[0].startswith("checkpoint-10 (")
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["stock TRL's", "an earlier version's"])
+@pytest.mark.parametrize("plant", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_one_with_nan_is_passed_over(plant: Callable[[Path], Any], marked: bool, tmp_path: Path) -> None:
+    """A run on NaN weights wrote it, and it was what `--resume` took, for ever."""
+    for step in (9, 10):
+        place = save(tmp_path, step)
+    plant(place)
+    if marked:
+        mark = mark_of(place, 10)
+        mark.pop("finite", None)
+        (place / MARK).write_text(json.dumps(mark))
+    newest, passed = newest_whole(tmp_path, read=True)
+    assert newest == tmp_path / "checkpoint-9"
+    assert len(passed) == 1
+    assert re.match(r"checkpoint-10 \(\S+ holds NaN or infinities, in 1 of \d+ tensors \(\S+\)\)$", passed[0]), passed
+
+
+def test_infinite_rows_of_an_open_batch_are_no_fault(tmp_path: Path) -> None:
+    place = save(tmp_path, 3)
+    holds("grpo_lab_generation_0.safetensors", -math.inf)(place)
+    assert newest_whole(tmp_path, read=True) == (place, [])
 
 
 def test_broken_checkpoints_are_set_aside_not_removed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from transformers import MODEL_MAPPING, AutoConfig, TrainerCallback
 
 from grpo_lab.atomic import write_whole, write_whole_text
 from grpo_lab.trainer.critic.network import Critic
+from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.trl_bridge import CRITIC, is_critics
 
 FOLDER = "critic"
@@ -82,12 +83,13 @@ def _network(config: Any) -> nn.Module:
 
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
-    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed), nothing.
+    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed), nothing. From
+    transformers 5.20 on every rank comes here.
 
     Args:
         state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
     """
-    if critic is not None and state != {}:
+    if critic is not None and state != {} and trainer.args.should_save:
         whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
 
@@ -112,7 +114,8 @@ def take_up(
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {error}") from error
+        why = mismatch(error) if isinstance(error, RuntimeError) else error
+        raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {why}") from error
 
 
 class WithTheBest(TrainerCallback):  # type: ignore[misc]

@@ -6,12 +6,13 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+from grpo_lab.finite import NumbersError, not_finite_scores
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.ranks.watch import RankWatch
 
 
 class Placed(GRPOTrainer):
-    """``GRPOTrainer``; what it does and returns is unchanged."""
+    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with RankWatch(self), at("training"):
@@ -23,7 +24,12 @@ class Placed(GRPOTrainer):
 
     @at("generation")
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._generate(*args, **kwargs)
+        try:
+            return super()._generate(*args, **kwargs)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise NumbersError(not_finite_scores(self.model)) from error
 
     @at("rewards")
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -25,10 +24,12 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.atomic import move_whole, write_whole_text
-from grpo_lab.checkpoints import MARK, SAVING, damaged, mark_of, newest_whole, step_of
+from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole, step_of
+from grpo_lab.finite import NumbersError, not_finite
+from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.ranks.places import at, is_of_lost_rank
 from grpo_lab.trainer.resume.saved_arguments import picklable
 from grpo_lab.trainer.trl_bridge.replace import replaced
@@ -43,8 +44,13 @@ def save_final(trainer: Any, folder: Path) -> None:
 
     Raises:
         CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
+        NumbersError: it is not finite.
     """
+    if not trainer.lab_settings.keeps_nan:
+        refuse_bad_weights(trainer, TRAINED)
     try:
+        if trainer.args.should_save:
+            _must_be_there(folder)
         trainer.save_model(str(folder))
     except (OSError, SafetensorError) as error:
         newest, _ = newest_whole(folder)
@@ -65,6 +71,7 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
 
     Raises:
         CheckpointNotWritten: on every rank where one of them could not write.
+        NumbersError: on every rank where NaN or infinities would be kept.
     """
     run = trainer._get_output_dir(trial=trial)
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
@@ -88,6 +95,7 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
                 _together(trainer, place, lambda: stock(model, trial), alone=_has_collectives(trainer))
             if trainer.state.best_model_checkpoint == str(partial):
                 trainer.state.best_model_checkpoint = os.path.join(run, name)
+            _refuse_not_finite(trainer, partial, place, together)
             together(lambda: _settle(trainer, partial, place))
             together(lambda: _settle_own_disk(trainer, partial, place))
         except BaseException:
@@ -105,62 +113,46 @@ def _has_collectives(trainer: Any) -> bool:
     return bool(trainer.accelerator.num_processes > 1 and (sharded or trainer.state.best_global_step))
 
 
+def _refuse_not_finite(
+    trainer: Any, partial: Path, place: Path, together: Callable[[Callable[[], None]], None]
+) -> None:
+    """Before it has its name, and before an earlier one goes: read back by one process of a node."""
+    reads = trainer.args.local_process_index == 0 and not trainer.lab_settings.keeps_nan
+    bad: list[str | None] = []
+    together(lambda: bad.append(not_finite(partial) if reads else None))
+    problem = next(filter(None, gather_object(bad)), None)
+    if problem is None:
+        return
+    if trainer.args.local_process_index == 0:
+        shutil.rmtree(partial.parent, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    raise NumbersError(
+        f"the checkpoint of step {step_of(place)} is not kept: {problem}. Look at the optimizer (`learning_rate`, `adam_epsilon`, weights "
+        f"in fp16), then `grpo-lab train … --resume`: earlier checkpoints are as they were, {_newest(place.parent)}"
+    )
+
+
 def _prune(trainer: Any, run: str) -> None:
     """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look whole."""
-    for going in surplus(run, trainer.args.save_total_limit, trainer.state.best_model_checkpoint):
+    best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
+    for going in surplus(run, trainer.args.save_total_limit, best, step):
         left = Path(run) / SAVING / going.name
         left.parent.mkdir(exist_ok=True)
         os.replace(going, left)
         shutil.rmtree(left.parent, ignore_errors=True)
 
 
-def surplus(run: str, limit: int | None, best: str | None) -> list[Path]:
-    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the newest or the best."""
-    ordered = sort_checkpoints(run, use_mtime=True) if limit is not None and limit > 0 else []
-    spared = {*ordered[-1:], *([] if best is None else [str(Path(best))])}
-    many = len(ordered) - max(limit or 0, len(spared))
-    return [Path(one) for one in ordered if one not in spared][: max(many, 0)]
+def surplus(run: str, limit: int | None, best: str | None, step: int) -> list[Path]:
+    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the newest or the best.
 
-
-def chosen(trainer: Any, given: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the newest.
-
-    Raises:
-        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was written.
+    It asks the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's, are of an earlier training,
+    and the oldest; the others are as old as their steps say.
     """
-    if isinstance(given, str | os.PathLike) and not isinstance(given, WasRead):
-        _refuse_damaged(Path(given), trainer.args.local_process_index == 0)
-    if given is not True:
-        return given
-    newest, passed = newest_read(Path(trainer.args.output_dir), trainer.args.local_process_index == 0)
-    if newest is None and passed:
-        raise ValueError(
-            f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole: {'; '.join(passed)}"
-        )
-    for why in passed:
-        trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
-    return given if newest is None else str(newest)
-
-
-class WasRead(str):
-    """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
-
-
-def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
-    """``newest_whole`` by its checksums, the same on every rank: one process of a node ``reads``, and the oldest answer holds."""
-    own = newest_whole(folder, read=True) if reads else None
-    told = [one for one in gather_object([own]) if one is not None]
-    passed = list(dict.fromkeys(why for _, words in told for why in words))
-    found = min((place for place, _ in told if place is not None), key=step_of, default=None)
-    return None if any(place is None for place, _ in told) else found, passed
-
-
-def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
-    why = next(filter(None, gather_object([damaged(checkpoint) if reads else None])), None)
-    if why is not None:
-        raise ValueError(
-            f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint; to go on from this one all the same, remove {MARK} in it"
-        )
+    found = [place for place in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if place.is_dir() and step_of(place) >= 0]
+    ordered = sorted(found, key=lambda place: (step_of(place) <= step, step_of(place))) if limit and limit > 0 else []
+    spared = {*ordered[-1:], *([] if best is None else [Path(best)])}
+    many = len(ordered) - max(limit or 0, len(spared))
+    return [one for one in ordered if one not in spared][: max(many, 0)]
 
 
 def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = False) -> None:
@@ -185,13 +177,16 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
 
 
 def _said(place: Path, problem: str) -> str:
-    newest, _ = newest_whole(place.parent)
-    kept = "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
     return (
         f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under that name, earlier checkpoints are "
-        f"as they were; {kept}. Mend that (room on the disk, the folder's permissions, `output_dir`, `save_total_limit`) and go on: "
+        f"as they were; {_newest(place.parent)}. Mend that (room on the disk, the folder's permissions, `output_dir`, `save_total_limit`) and go on: "
         "`grpo-lab train … --resume`"
     )
+
+
+def _newest(run: Path) -> str:
+    newest, _ = newest_whole(run)
+    return "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
 
 
 def _room(folder: Path) -> str:
@@ -203,8 +198,15 @@ def _room(folder: Path) -> str:
 
 def _empty(trainer: Any, partial: Path) -> None:
     if trainer.accelerator.is_main_process:
+        _must_be_there(Path(trainer.args.output_dir))
         shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
         partial.mkdir(parents=True, exist_ok=True)
+
+
+def _must_be_there(folder: Path) -> None:
+    """A folder that is made anew would hold the end of a run without its beginning."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is gone: it was removed while the run wrote into it")
 
 
 def _empty_own_disk(trainer: Any, partial: Path) -> None:
@@ -224,7 +226,8 @@ def _best_of_before(trainer: Any, run: str) -> None:
 
 
 def _mark(trainer: Any, partial: Path) -> dict[str, Any]:
-    return mark_of(partial, trainer.state.global_step, checksums=trainer.args.save_checksums)
+    looked = not trainer.lab_settings.keeps_nan
+    return mark_of(partial, trainer.state.global_step, checksums=trainer.args.save_checksums, finite=looked)
 
 
 def _settle(trainer: Any, partial: Path, place: Path) -> None:
@@ -249,4 +252,4 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
             shutil.rmtree(partial.parent, ignore_errors=True)
 
 
-__all__ = ["CheckpointNotWritten", "WasRead", "chosen", "newest_read", "save_final", "save_whole", "surplus"]
+__all__ = ["CheckpointNotWritten", "save_final", "save_whole", "surplus"]

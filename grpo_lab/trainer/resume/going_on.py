@@ -12,12 +12,18 @@ is trained then: a finished run that is resumed stays where it is, to the bit. C
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks.placed import Placed
+from grpo_lab.trainer.resume.which import chosen
+from grpo_lab.trainer.trl_bridge import is_critics
 
 
 class GoingOn(Placed):
@@ -41,6 +47,35 @@ class GoingOn(Placed):
             pass_epochs(self._order, epochs)
         return (num_train_epochs, 0) if done else (epochs, batches)
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        policy: Any = self.model
+        adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
+        if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # not wrapped by FSDP
+            wanted = get_peft_model_state_dict(
+                policy, adapter_name=policy.active_adapters[0], save_embedding_layers=False
+            )
+            with safe_open(adapter, framework="pt") as stored:
+                there = set(stored.keys())
+            refuse_lacking(wanted.keys() - there, there - wanted.keys(), len(wanted))
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            said = f"`resume_from_checkpoint`: {resume_from_checkpoint} is of another model: {mismatch(error)}"
+            raise ValueError(said) from error
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """transformers warns of a missing tensor in the middle of a log."""
+        state, missing = self.model.state_dict(), set(load_result.missing_keys)
+        there = {one.data_ptr() for name, one in state.items() if name not in missing}  # of what is tied one is saved
+        lacking = {name for name in missing if state[name].data_ptr() not in there and not is_critics(name)}
+        refuse_lacking(lacking, load_result.unexpected_keys, len(state))
+        super()._issue_warnings_after_load(load_result)
+
     def _load_rng_state(self, checkpoint: Any) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
@@ -53,6 +88,25 @@ class GoingOn(Placed):
             self._load_rng_state(self._at_its_end)
             self._total_loss_scalar += logged_loss(self.state.log_history)
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
+    """A tensor that a checkpoint lacks would stay as the start model has it.
+
+    Raises:
+        ValueError: it lacks some, and has not the same under other names (LLaVA's).
+    """
+    if len(missing) > len(unexpected):
+        raise ValueError(
+            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model ({min(missing)}, …): it is not "
+            "whole, or of another model; take another one (renamed, this one is passed over)"
+        )
+
+
+def mismatch(error: RuntimeError) -> str:
+    """torch's list of tensors that do not fit, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+    return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}" if lines else str(error).replace("\n", " ")
 
 
 def pass_epochs(sampler: Any, epochs: int) -> None:
@@ -72,4 +126,4 @@ def logged_loss(history: list[dict[str, Any]]) -> float:
     return total
 
 
-__all__ = ["GoingOn", "logged_loss", "pass_epochs"]
+__all__ = ["GoingOn", "logged_loss", "mismatch", "pass_epochs"]

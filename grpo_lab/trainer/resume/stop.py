@@ -144,7 +144,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         file = stop_file(args)
         if args.process_index or state.global_step or not file.exists():
             return
-        if file.stat().st_mtime < started():
+        if is_of_an_earlier_run(file):
             logger.warning("%s is older than this run and was meant for an earlier one: it is removed", file)
             remove(file)
 
@@ -257,6 +257,14 @@ def started(pid: int | None = None) -> float:
     return time.time() - since_start + ticks / os.sysconf("SC_CLK_TCK")
 
 
+_STARTED = started()  # by the clock as it was then
+
+
+def is_of_an_earlier_run(file: Path) -> bool:
+    """Whether a stop file is older than this process, by the clock as it is and as it was: one that is set may not take a request back."""
+    return file.stat().st_mtime < min(started(), _STARTED)
+
+
 def hours_of_this_process() -> float:
     """Since the process was started: loading and waiting count, what an earlier process of the run took does not."""
     return (time.time() - started()) / 3600
@@ -270,4 +278,14 @@ def kept(folder: str, step: int) -> str:
     )
 
 
-__all__ = ["MAX_HOURS", "STOP_FILE", "StopOnRequest", "hours_of_this_process", "kept", "remove", "started", "stop_file"]
+__all__ = [
+    "MAX_HOURS",
+    "STOP_FILE",
+    "StopOnRequest",
+    "hours_of_this_process",
+    "is_of_an_earlier_run",
+    "kept",
+    "remove",
+    "started",
+    "stop_file",
+]

@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from grpo_lab.atomic import move_whole, write_whole_text
 from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole, step_of
+from grpo_lab.finite import NumbersError, not_finite
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 from grpo_lab.trainer.trl_bridge import plain_cpu
 
@@ -112,6 +113,9 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.saving:
             partial = self.training.place / SAVING / f"checkpoint-{state.global_step}"
+            if bad := not_finite(partial):
+                shutil.rmtree(partial.parent, ignore_errors=True)
+                raise NumbersError(f"asked to stop after step {state.global_step}, and nothing is kept of it: {bad}")
             write_whole_text(partial / FILE, json.dumps({"identity": self.training.identity, **_window(self.trainer)}))
             write_whole_text(partial / MARK, json.dumps(mark_of(partial, state.global_step)))
             move_whole(partial, self.training.place / partial.name)

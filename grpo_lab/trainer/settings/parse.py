@@ -154,6 +154,11 @@ class LabSettings:
             return None if self.objective is None else GuardSettings()
         return None if self.guard.is_off else self.guard
 
+    @property
+    def keeps_nan(self) -> bool:
+        """Whether what is not finite may be saved: ``guard: off``, said so. A drop-in run, too, keeps no checkpoint that is not."""
+        return self.guard is not None and self.guard.is_off
+
 
 def lab_settings(args: Any) -> LabSettings:
     """Our mappings of any configuration (a plain ``GRPOConfig`` has none), with what they cannot be combined with.

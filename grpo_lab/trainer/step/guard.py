@@ -26,12 +26,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.atomic import write_whole_text
-from grpo_lab.checkpoints import step_of, what_is_broken
+from grpo_lab.checkpoints import damaged, step_of, what_is_broken
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
+from grpo_lab.trainer.ranks.finite_weights import TO_START_FROM, NumbersError, names_of_bad, refuse_bad_weights
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
-from grpo_lab.trainer.step.bad_weights import NumbersError, names_of_bad, refuse_bad_weights
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -76,7 +76,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """No engine gets weights that are not finite, and nothing is sampled from them. Every rank."""
+        """No engine gets weights that are not finite, nothing is sampled from them, and no training ends with them. Every rank."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
@@ -90,8 +90,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
                 f"after step {done} the weights hold NaN or infinities, {bad}, though all numbers of the steps taken were finite: look at "
-                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} they were finite; later "
-                f"checkpoints may hold the bad ones. {last_good(str(self.trainer.args.output_dir), self._finite_at, strictly=True)}"
+                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} they were finite. "
+                f"{last_good(str(self.trainer.args.output_dir), done)}"
             )
         self._finite_at = done
 
@@ -197,7 +197,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             return
         self._forget()
         self.faults.forget()
-        refuse_bad_weights(self.trainer)
+        refuse_bad_weights(self.trainer, TO_START_FROM)
         self.taken = self._finite_at = state.global_step
         loaded, self._loaded = self._loaded, None
         if loaded is None:
@@ -211,6 +211,9 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if self._left_out:
             trl_bridge.step_was_taken(self.trainer.optimizer)
             self._left_out = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.before_generation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays (``logging_nan_inf_filter: false``)."""
@@ -258,24 +261,22 @@ def _in_force(trainer: StepPort) -> GuardSettings | None:
     return None
 
 
-def last_good(folder: str, taken: int, strictly: bool = False) -> str:
+def last_good(folder: str, taken: int) -> str:
     """A sentence that names the newest whole checkpoint with the weights of a step that was taken.
 
     Args:
         folder: ``output_dir``.
         taken: the last optimizer step that was taken.
-        strictly: none of a later step holds the same weights, so it is no resort, and ``--resume`` is not either.
     """
-    places = [place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0]
-    steps = sorted(step_of(place) for place in places if what_is_broken(place) is None)
-    good = [step for step in steps if step <= taken] or ([] if strictly else steps[:1])
-    if not good:
+    places = sorted((place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0), key=step_of)
+    wanted = [place for place in reversed(places) if step_of(place) <= taken]
+    later = [place for place in places if step_of(place) > taken]  # written while steps were left out: the same weights
+    good = next((place for place in (*wanted, *later) if not (what_is_broken(place) or damaged(place))), None)
+    if good is None:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
-    named = f"{folder}/checkpoint-{good[-1]}"
-    newest = "remove those after it, then " if strictly else ""
     return (
-        f"Last good checkpoint: {named}; once the cause is mended: {newest}`grpo-lab train … --resume` (from the newest one), or "
-        f"trainer.train(resume_from_checkpoint={named!r})"
+        f"Last good checkpoint: {good}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), or "
+        f"trainer.train(resume_from_checkpoint={str(good)!r})"
     )
 
 

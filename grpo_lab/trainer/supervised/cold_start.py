@@ -11,6 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from grpo_lab.nearest import refuse_unknown
 from grpo_lab.reading import typed
+from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.gone import SUPERVISED_GONE
 
@@ -83,7 +84,17 @@ def supervised(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    train_and_save(trainer, output_dir, train)
+
+
+def train_and_save(trainer: Any, output_dir: Path, train: Callable[[Any], None] | None) -> None:
+    """``train`` (default: the trainer's own), and its model into ``output_dir``.
+
+    Raises:
+        NumbersError: what it has left is not finite; nothing is written.
+    """
     trainer.train() if train is None else train(trainer)
+    refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
 
 

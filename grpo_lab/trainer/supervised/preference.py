@@ -21,7 +21,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from trl import SFTConfig
 
-from grpo_lab.trainer.supervised.cold_start import checked
+from grpo_lab.trainer.supervised.cold_start import checked, train_and_save
 
 Method = Literal["dpo", "simpo"]
 PAIR = ("prompt", "chosen", "rejected")
@@ -65,8 +65,7 @@ def prefer(
         callbacks=callbacks,
         **({} if reference is None else {"ref_model": reference}),
     )
-    trainer.train() if train is None else train(trainer)
-    trainer.save_model(str(output_dir))
+    train_and_save(trainer, output_dir, train)
 
 
 def check_training(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

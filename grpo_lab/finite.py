@@ -1,0 +1,120 @@
+"""NaN and infinities: among tensors, in what a model says of the next token, and in the files of a saved model or checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = "grpo_lab_generation_"
+"""Files of an open generation batch, in which NaN and infinities have meanings (a token that is not scored)."""
+
+
+class NumbersError(FloatingPointError):
+    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; ``grpo-lab`` exits with 4."""
+
+
+def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
+    """bool: whether it holds NaN (or infinities); smallest and largest say it without a copy of the weight."""
+    packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
+    if weight.is_meta or packed or not weight.numel():
+        return torch.zeros((), dtype=torch.bool, device="cpu" if weight.is_meta else weight.device)
+    ends = torch.stack(torch.aminmax(weight.detach()))
+    return ~ends.isfinite().all() if infinite else ends.isnan().any()
+
+
+def in_words(bad: list[str], of: int) -> str:
+    """``in 2 of 30 tensors (a, b)``."""
+    more = f" and {len(bad) - 3} more" if bad[3:] else ""
+    return f"in {len(bad)} of {of} tensors ({', '.join(bad[:3])}{more})"
+
+
+class FiniteScores:
+    """A logits processor for ``model.generate``: with NaN torch says no more than "probability tensor", and greedy takes any token.
+
+    Raises:
+        NumbersError: a row has NaN, +∞ or no finite score at all.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool(scores.amax(-1).isfinite().all()):
+            raise NumbersError(not_finite_scores())
+        return scores
+
+
+def not_finite_scores(model: torch.nn.Module | None = None) -> str:
+    """What is said of a model whose next token cannot be drawn; of ``model`` the weights to blame are named."""
+    said = "the model's scores of the next token are not finite"
+    if model is None:
+        return f"{said}: a weight of it is NaN, infinite or far too large; look at how it was made, saved or converted"
+    tensors = [(name, one) for name, one in model.named_parameters() if one.numel() and one.is_floating_point()]
+    bad = [name for name, one in tensors if is_bad(one)]
+    if bad:
+        return f"{said}: its weights hold NaN or infinities, {in_words(bad, len(tensors))}"
+    largest, name = max(((float(one.detach().abs().max()), name) for name, one in tensors), default=(0.0, "none"))
+    return f"{said}, though its weights are: the largest is {largest:.3g}, in {name}; look at it, and at the model's buffers"
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def not_finite(folder: Path) -> str | None:
+    """Which file of a saved model or checkpoint holds NaN or infinities, in which tensors; None where none does.
+
+    Weights, adapters, critic, reference, moments; whole or FSDP's shards. Not read: DeepSpeed's own files, moments in the classes of
+    another package, what is damaged.
+    """
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        try:
+            found = {tensor: bool(is_bad(value)) for tensor, value in _tensors(file)}
+        except Exception:  # whatever the readers of four formats raise: whoever loads it says so
+            continue
+        if bad := [tensor for tensor, is_one in found.items() if is_one]:
+            return f"{name} holds NaN or infinities, {in_words(bad, len(found))}"
+    return None
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors" and not file.name.startswith(ROWS):
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as stored:
+            yield from ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 (no mapping)
+    elif file.name.startswith(("optimizer", "pytorch_model", "adapter_model")) and file.suffix in (".pt", ".bin"):
+        yield from _walk(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+    elif file.name == ".metadata":
+        yield from _shards(file.parent)
+
+
+def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors and floats of nested mappings and lists, by where they stand."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, float):
+        yield name, torch.tensor(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _walk(item, f"{name}.{place}".lstrip("."))
+
+
+def _shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The pieces of torch's distributed checkpoint, one after the other."""
+    from io import BytesIO
+
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for index, place in FileSystemReader(folder).read_metadata().storage_data.items():
+        if index.offset is not None:  # else no tensor
+            with (folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                yield index.fqn, torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+
+
+__all__ = ["FiniteScores", "NumbersError", "in_words", "is_bad", "not_finite", "not_finite_scores"]
