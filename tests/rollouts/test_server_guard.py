@@ -33,7 +33,7 @@ from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_client import LabVLLMClient
-from rollouts.server_runs import build
+from rollouts.server_runs import build, kill_during
 from rollouts.test_server import free_port, session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -224,6 +224,19 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
         assert said in str(caught.value), str(caught.value)
     assert "checkpoint of step 2" in str(caught.value)
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
+
+
+def test_completions_that_a_sleep_broke_off_are_not_trained_on(server: str, model: str, tmp_path: Path) -> None:
+    """`/sleep` under a generation: vLLM answers 200 with what was there, `finish_reason: abort`. Before, it was trained on."""
+    trainer = build(tmp_path, model, server, max_completion_length=100, rollout={"verify_every": 0})
+    kill_during(trainer.vllm_generation.vllm_client, 3, lambda: session(server).post(f"{server}/sleep?level=1"))
+    try:
+        with pytest.raises(
+            ServerGone, match=r"completion 0 was broken off after \d+ tokens(.|\n)*checkpoint of step 2"
+        ):
+            trainer.train()
+    finally:
+        session(server).post(f"{server}/wake_up")
 
 
 def test_ctrl_c_while_waiting_for_the_server_keeps_a_checkpoint(server: str, model: str, tmp_path: Path) -> None:
