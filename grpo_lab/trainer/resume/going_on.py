@@ -17,6 +17,7 @@ import torch
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks.placed import Placed
+from grpo_lab.trainer.resume.other_names import load_other_names
 
 
 class GoingOn(Placed):
@@ -39,6 +40,14 @@ class GoingOn(Placed):
         if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
             pass_epochs(self._order, epochs)
         return (num_train_epochs, 0) if done else (epochs, batches)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_other_names(self, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        load_other_names(self, self.state.best_model_checkpoint)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         super()._load_rng_state(checkpoint)

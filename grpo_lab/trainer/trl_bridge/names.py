@@ -47,6 +47,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_best_model": ("self",),
     "_save": ("self", "output_dir", "state_dict"),
     "create_optimizer": ("self", "model"),
     "_get_grad_norm": ("self", "model", "grad_norm"),
