@@ -22,6 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from datasets import Dataset
 from tokenizers import Tokenizer
+from transformers import TrainerCallback
 
 from grpo_lab.rollouts.claim import this_run
 from grpo_lab.rollouts.engine import EngineOptions
@@ -192,6 +193,26 @@ def test_a_prompt_beyond_the_context_in_the_middle_of_a_run_keeps_a_checkpoint(
     ):
         trainer.train()
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
+
+
+def test_a_server_that_was_started_again_as_another_is_noticed_at_the_sync(
+    server: str, model: str, tmp_path: Path
+) -> None:
+    """Between two steps, where no request is lost; before, its completions ended elsewhere and were trained on."""
+    trainer = build(tmp_path, model, server)
+    post = functools.partial(post_json, session(server), server)
+
+    class Again(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:  # weights from the disk have no version; and the two no longer agree
+                worker_reports(post, "grpo_lab_note_version", version="")
+                trainer.model.generation_config.eos_token_id = [7, 9]
+
+    trainer.add_callback(Again())
+    with pytest.raises(
+        ServerGone, match=r"started again since the last sync(.|\n)*end-of-sequence ids(.|\n)*checkpoint of step 2"
+    ):
+        trainer.train()
 
 
 def sleeping_from(trainer: Any, generation: int, url: str, then: Callable[[], None] = lambda: None) -> None:

@@ -91,6 +91,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.way = ""  # settled by open_way
         self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
         self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
+        self.meet: Callable[[], None] = lambda: None  # set by server.connect: is it this model, and nobody else's
         self.faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -211,7 +212,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every rank,
         and merged adapters are unmerged at the end of it."""
         try:
-            self.claim_again()
+            self._see_that_it_is_the_same()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
                 if self.has_worker:
@@ -224,6 +225,21 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         finally:
             for _ in named_params:
                 pass
+
+    def _see_that_it_is_the_same(self) -> None:
+        """Claim the server again. One that was started since the last sync may serve another model, and is compared as at the start."""
+        if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
+            self.claim_again()
+            return
+        self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
+        try:
+            self.meet()
+        except ValueError as other:
+            raise ServerGone(f"the vLLM server was started again since the last sync: {other}") from other
+        if self.way == "nccl":
+            raise ServerGone(
+                f"the vLLM server at {self.base_url} was started again since the last sync, without this run's NCCL group"
+            )
 
     def reset_prefix_cache(self) -> None:
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
