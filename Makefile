@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart/dr_grpo.yaml
 PYTEST_WORKERS ?= 2
+BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -32,8 +33,8 @@ lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick star
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
 test: setup lint types  ## lint, types and the whole suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm -rs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not vllm" --durations=15
+	$(BIN)/python -m pytest -m vllm -rs
+	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm" --durations=15
 	$(MAKE) test-numeric
 
 # Another CPU adds in another order. torch's kernels for older ones are on every x86 machine; elsewhere the setting changes nothing.
@@ -45,11 +46,11 @@ NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py t
 test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part of `make test`)
 	for kernels in default avx2; do \
 	  echo "ATEN_CPU_CAPABILITY=$$kernels"; \
-	  ATEN_CPU_CAPABILITY=$$kernels OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow" $(NUMERIC) || exit 1; \
+	  ATEN_CPU_CAPABILITY=$$kernels $(BIN)/python -m pytest $(BY_FILE) -m "not slow" $(NUMERIC) || exit 1; \
 	done
 
 test-fast: setup  ## the part of the suite that takes under two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow and not thorough and not vllm"
+	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
+    partial.unlink(missing_ok=True)
+    os.close(no_link(str(partial), os.O_WRONLY | os.O_CREAT))
     write(partial)
     _to_disk(partial)
     os.replace(partial, place)
@@ -35,6 +38,23 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
     """``text`` as UTF-8."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def no_link(path: str, flags: int) -> int:
+    """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to.
+
+    Raises:
+        ValueError: a link, a folder, a pipe or a device stands there.
+    """
+    try:
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            return opened
+        os.close(opened)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise ValueError(f"{path} is a link or no plain file, and this run would write through it; remove it")
 
 
 @contextmanager
@@ -76,4 +96,4 @@ def _to_disk(path: Path) -> None:
         os.close(opened)
 
 
-__all__ = ["move_whole", "whole_folder", "write_whole", "write_whole_text"]
+__all__ = ["move_whole", "no_link", "whole_folder", "write_whole", "write_whole_text"]

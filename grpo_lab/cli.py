@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
+from grpo_lab.visible import VisibleFormatter, visible
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -34,7 +35,9 @@ def main(words: Sequence[str] | None = None) -> int:
     working_folder_on_path()
     parser = _parser()
     known, rest = parser.parse_known_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=False)
+    to_stderr = logging.StreamHandler()
+    to_stderr.setFormatter(VisibleFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
     for noisy in (
         "httpx",
         "datasets",
@@ -50,15 +53,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, ConnectionError, FloatingPointError) as error:  # a mistake, a server that is gone, NaN
         if known.traceback:
             raise
-        print(f"grpo-lab: error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
         if known.traceback or error.errno not in NO_ROOM:
             raise
-        print(
-            f"grpo-lab: error: {error}. Mend that; what was written before stays, and can be gone on with",
-            file=sys.stderr,
-        )
+        _say(f"error: {error}. Mend that; what was written before stays, and can be gone on with")
         return 74
     except KeyboardInterrupt as stop:
         if known.traceback:
@@ -66,12 +66,18 @@ def main(words: Sequence[str] | None = None) -> int:
         return _stopped(known, rest, stop)
 
 
+def _say(words: str) -> None:
+    """One line on stderr; what it quotes of files and models is made visible."""
+    print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
+
+
 def _stopped(known: argparse.Namespace, rest: list[str], stop: KeyboardInterrupt) -> int:
     """Ctrl-C: one line with what was kept, of the first process only. 130 is what shells give for it."""
     if int(os.environ.get("RANK", "0")) == 0:
         from grpo_lab.pipelines.kept import kept
 
-        print(f"\ngrpo-lab: stopped; kept: {kept(known, rest, stop)}", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        _say(f"stopped; kept: {kept(known, rest, stop)}")
     return 130
 
 
@@ -153,8 +159,8 @@ def _add_measuring(commands: Commands) -> None:
     evaluate.add_arguments(measured)
     measured.set_defaults(run=_evaluate)
 
-    report = commands.add_parser("report", help="write a run's HTML report")
-    report.add_argument("run_dir", type=Path, help="the run's output folder")
+    report = commands.add_parser("report", help="write the HTML page of a run, or of a comparison, anew")
+    report.add_argument("run_dir", type=Path, help="output folder of any command, or the page of `compare`")
     report.set_defaults(run=_report)
 
     compare = commands.add_parser("compare", help="two or more runs side by side: table, curves, paired test")
@@ -199,12 +205,12 @@ def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
             run()
     except Interrupted as stop:
         if int(os.environ.get("RANK", "0")) == 0:  # every process has it
-            print(f"grpo-lab: {stop}", file=sys.stderr)
+            _say(str(stop))
         return EXIT_INTERRUPTED
     except CheckpointNotWritten as error:
         if known.traceback:
             raise
-        print(f"grpo-lab: error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return EXIT_NOT_WRITTEN
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,16 @@ from dataclasses import field
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import ArgsKwargs, PydanticCustomError, PydanticUseDefault
 from typing_extensions import dataclass_transform
 
@@ -37,11 +47,13 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, though Python counts it as one; ``"1e3"`` is one, though ``int`` does not read it."""
+    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
     if isinstance(value, bool):
         raise ValueError
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
-        return float(value)
+        value = float(value)
+    if value != value:
+        raise ValueError
     return value
 
 
@@ -51,17 +63,23 @@ def _or_default(value: Any) -> Any:
     return value
 
 
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise PydanticCustomError("not_finite", "it must be a finite number")
+    return value
+
+
 _READ = BeforeValidator(_as_number)
 Switch = Annotated[bool, must_be("true or false")]
 OnlySwitch = Annotated[bool, Field(strict=True), must_be("true or false")]
 Whole = Annotated[int, _READ, must_be("a whole number")]
 Count = Annotated[int, Field(ge=0), _READ, must_be("a whole number of at least 0")]
 Positive = Annotated[int, Field(ge=1), _READ, must_be("a whole number of at least 1")]
-Number = Annotated[int | float, _READ, must_be("a number")]
-Float = Annotated[float, _READ, must_be("a number")]
+Number = Annotated[int | float, _READ, must_be("a number"), AfterValidator(_finite)]
+Float = Annotated[float, _READ, must_be("a number"), AfterValidator(_finite)]
 Temperature = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a finite number above 0")]
 Hours = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of hours above 0")]
-Seconds = Annotated[int | float, Field(gt=0), _READ, must_be("a number of seconds > 0")]
+Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of seconds > 0")]
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)
 
@@ -177,7 +195,7 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
 
 _READERS: dict[type, TypeAdapter[Any]] = {
     int: TypeAdapter(Whole),
-    float: TypeAdapter(Number),
+    float: TypeAdapter(Annotated[int | float, _READ, must_be("a number")]),
     bool: TypeAdapter(Switch),
 }
 
@@ -226,7 +244,9 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
-    if not numbers or value is None or type(value) in kinds or (numbers == [bool] and str in kinds):
+    if not numbers or value is None or (numbers == [bool] and str in kinds):
+        return value
+    if type(value) in kinds and value == value:
         return value
     other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
     found = _number(value, numbers)

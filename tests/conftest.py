@@ -5,44 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; workers and ranks share the cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
-def thorough() -> dict[str, str]:
-    """``tests/thorough.txt``: test → the case that stays in ``make test-fast``, or nothing."""
-    lines = (Path(__file__).parent / "thorough.txt").read_text().splitlines()
+def not_fast() -> dict[str, str]:
+    """``tests/not_fast.txt``: test → the case that stays in ``make test-fast``, or nothing."""
+    lines = (Path(__file__).parent / "not_fast.txt").read_text().splitlines()
     pairs = (line.partition("|") for line in lines if not line.startswith("#"))
     return {test.strip(): kept.strip() for test, _, kept in pairs}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = thorough()
+    left_out = not_fast()
     for item in items:
         test, _, case = item.nodeid.partition("[")
         if test in left_out and case.removesuffix("]") != (left_out[test] or None):
-            item.add_marker(pytest.mark.thorough)
-    if hasattr(config, "workerinput"):
-        from by_file import slow_first
-
-        slow_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadgroup``: whole files and groups to a worker (:mod:`by_file`)."""
-    if config.getoption("dist") != "loadgroup":
-        return None
-    from by_file import ByFile
-
-    return ByFile(config, log)
+            item.add_marker(pytest.mark.not_fast)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # so that no worker of xdist ends with a long file
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ class Recorded(LabTrainer):
         self._forwarded = 0
         self._generation: dict[str, Any] = {}
         self.accelerator.unwrap_model(self.model).register_forward_pre_hook(self._count, with_kwargs=True)
+        self._loss, self.parts.update.loss = self.parts.update.loss, self._recorded  # type: ignore[method-assign]
 
     def _count(self, _module: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -58,12 +59,12 @@ class Recorded(LabTrainer):
         self._generation = {"completions": completions, "scores": scores, "end": script.end_id}
         return super().compute_advantages(table)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _recorded(self, model: Any, inputs: Any, *args: Any) -> Any:
         if not self._parts:
             self._forwarded = 0
             self._before = in_float64(self.accelerator.unwrap_model(self.model))
         self._parts.append(inputs)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = self._loss(model, inputs, *args)
         if self.accelerator.sync_gradients:
             reference = None if self.ref_model is None else in_float64(self.accelerator.unwrap_model(self.ref_model))
             self.steps.append(
@@ -147,7 +148,7 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
     chosen = config.lab_settings.objective
     sequence = chosen.name == "gspo"
     low, high = 1 - config.epsilon, 1 + (config.epsilon_high or config.epsilon)
-    clips: dict[str, list[list[float]]] = {"low": [], "high": [], "region": [], "cispo": []}
+    clips: dict[str, list[list[float]]] = {"low": [], "high": [], "region": [], "cispo": [], "delta": []}
     entropies, kls = [], []
     all_rows = config.lab_settings.update.is_off or config.lab_settings.update.dead_groups == "keep" or config.beta > 0
     for row in step["rows"]:
@@ -157,11 +158,12 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
             moved = [sum(moved) / len(moved)]
         ratios = [torch.tensor(m, dtype=torch.float64).exp().item() for m in moved]
         advantage = row["advantage"]
-        for bound in (low, high, config.epsilon_high or high):
+        for bound in (low, high, config.epsilon_high or high, config.delta or high):
             assert all(abs(ratio - bound) > 1e-5 for ratio in ratios), "too near to a bound to be compared in float32"
         clips["low"].append([float(r < low and advantage < 0) for r in ratios])
         clips["high"].append([float(r > high and advantage > 0) for r in ratios])
         clips["region"].append([a + b for a, b in zip(clips["low"][-1], clips["high"][-1], strict=True)])
+        clips["delta"].append([float(config.delta is not None and r > config.delta and advantage < 0) for r in ratios])
         clips["cispo"].append([float(r > (config.epsilon_high or 0) and advantage > 0) for r in ratios])
         if advantage != 0 or all_rows:
             entropies += [entropy for _, entropy in now]
@@ -175,7 +177,8 @@ def of_tokens(step: dict[str, Any], old: Any, config: Any) -> dict[str, float]:
     if chosen.name == "cispo":
         found = {"cispo_clip_ratio": statistics.fmean(flat["cispo"])}
     else:
-        found = {f"clip_ratio/{name}_mean": statistics.fmean(flat[name]) for name in ("low", "high", "region")}
+        names = ("low", "high", "region", *(["delta"] if config.delta else []))
+        found = {f"clip_ratio/{name}_mean": statistics.fmean(flat[name]) for name in names}
         found |= {"clip_ratio/low_min": min(shares["low"]), "clip_ratio/high_max": max(shares["high"])}
     if entropies:
         found["entropy"] = statistics.fmean(entropies)

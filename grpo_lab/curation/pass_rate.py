@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from grpo_lab.curation.progress import progress_of
 from grpo_lab.curation.sample_file import PassRate as PassRate
 from grpo_lab.curation.sample_file import Written as Written
 from grpo_lab.curation.sample_file import opened, rate_of
-from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.verifiers.correct import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
@@ -131,19 +130,15 @@ def _sample(
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
     columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in _names(problems)}
     columns.pop(prompt_column)
-    scores = score(
+    given = score(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         completions=[completion for group in groups for completion in group],
         **columns,
     )
-    if len(scores) != n * len(prompts):
-        raise ValueError(f"score got {n * len(prompts)} completions and returned {len(scores)} scores")
-    if wrong := [value for value in scores if value is not None and not math.isfinite(value)]:
-        raise ValueError(f"score gave {wrong[0]!r}; a score is a finite number, or None for unscorable")
+    scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
     results: list[PassRate] = []
     for row, group in enumerate(groups):
-        own = tuple(None if value is None else float(value) for value in scores[row * n : (row + 1) * n])
-        results.append(rate_of(own, success_at, tuple(group), cuts[row]))
+        results.append(rate_of(tuple(scores[row * n : (row + 1) * n]), success_at, tuple(group), cuts[row]))
     return results
 
 

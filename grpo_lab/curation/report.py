@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_lab.visible import visible
+
 
 @dataclass(frozen=True)
 class DroppedExample:
@@ -66,21 +68,12 @@ class CurationReport:
             table.add_column(heading, justify="right")
         for one in self.filters:
             counts = (f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}")
-            table.add_row(Text(_printable(one.name)), Text(_printable(one.setting)), *counts)
+            table.add_row(Text(visible(one.name)), Text(visible(one.setting)), *counts)
         console.print(table)
         for one in self.filters:
             for example in one.examples[:2]:
-                line = " ".join(_printable(example.text).split())[:160]
-                reason = f" ({_printable(example.reason)[:120]})" if example.reason else ""
+                line = " ".join(visible(example.text).split())[:160]
+                reason = f" ({visible(example.reason)[:120]})" if example.reason else ""
                 console.print(Text(f"{one.name}, row {example.row}{reason}: {line}", style="dim"))
         for note in self.notes:
-            console.print(Text(_printable(note)))
-
-
-def _printable(text: str) -> str:
-    """No escape sequences to the terminal, no half characters."""
-    kept = "".join(
-        character if character.isprintable() or character.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
-    return kept.replace("\r", " ")
+            console.print(Text(visible(note)))

@@ -90,6 +90,8 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_comple
         good -= 1
     if None in parsed[:good]:
         raise ValueError(f"{path} is damaged in line {parsed.index(None) + 1}; remove that line or the file")
+    if not good and not _line(header).startswith(lines[0]):
+        raise ValueError(f"{path} holds something else than samples, and is left as it is; use another path")
     file.truncate(sum(len(line) + 1 for line in lines[:good]))
     file.seek(0, os.SEEK_END)
     if not good:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_lab.diagnostics.rules import RULES, Facts
-from grpo_lab.diagnostics.windows import History, number, recent, step_of
+from grpo_lab.diagnostics.windows import History, recent, step_of
 
 SHOWN = 2
 """Findings that one line names; the others are counted. What stands first in the table is often the cause of what follows."""
@@ -65,7 +65,7 @@ def diagnose(history: History, facts: Facts | None = None) -> Verdict:
 
 def _now(history: History) -> str:
     reward, length, entropy = (recent(history, name) for name in ("reward", "completions/mean_length", "entropy"))
-    first = number(history[0], "reward")
+    first = recent(history[:1], "reward")
     parts = [
         None if reward is None else f"reward {reward:.3g}" + ("" if first is None else f", first {first:.3g}"),
         None if length is None else f"length {length:.0f}",

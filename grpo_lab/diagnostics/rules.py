@@ -76,10 +76,12 @@ class Facts:
     Args:
         updates: optimizer steps on one generation batch; None where it is not known.
         last_step: ``max_steps`` of the run; 0 where it is not known.
+        moves: whether some parameter group's learning rate is not 0 now; None where it is not known.
     """
 
     updates: float | None = None
     last_step: int = 0
+    moves: bool | None = None
 
 
 Seen = Callable[[History, Facts], str | None]
@@ -103,20 +105,22 @@ class Rule:
 
 
 def not_finite(history: History, facts: Facts) -> str | None:
-    """Where nothing was scored, TRL logs NaN as the reward: a row of its own. Steps that the guard left out lost nothing."""
+    """A reward of NaN says that a window scored nothing: a row of its own. Steps that the guard left out lost nothing."""
     if number(history[-1], "guard/left_out"):
         why = [kind for kind in not_zero(history[-1], "guard/") if kind != "left_out"]
         return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
-    looked_at = ("loss", "grad_norm", "kl", "entropy", *(() if no_completion_scored(history) else ("reward",)))
-    found = [name for name in looked_at if not math.isfinite(number(history[-1], name) or 0)]
+    seen = {name: number(history[-1], name) or 0.0 for name in ("loss", "grad_norm", "kl", "entropy", "reward")}
+    found = [n for n, value in seen.items() if math.isinf(value) or (math.isnan(value) and n != "reward")]
     return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
 
 
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there."""
+    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first group's."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
-    return "the learning rate is 0: nothing moves" if rates == [0.0, 0.0] and not ends else None
+    if rates != [0.0, 0.0] or ends or facts.moves:
+        return None
+    return "the learning rate of the first parameter group is 0" + ("" if facts.moves is None else ": nothing moves")
 
 
 def _dead(history: History) -> bool:
@@ -163,11 +167,10 @@ def drifting(history: History, facts: Facts) -> str | None:
 
 def truncated(history: History, facts: Facts) -> str | None:
     share = lasting(history, "completions/truncated_share", "completions/clipped_ratio")
-    return (
-        None
-        if share is None or share <= TRUNCATED
-        else f"{share:.0%} of the completions are cut off and count as wrong"
-    )
+    if share is None or share <= TRUNCATED:
+        return None
+    judged = lasting(history, "rewards/unscorable_share") is not None
+    return f"{share:.0%} of the completions are cut off{' and count as wrong' if judged else ''}"
 
 
 def unscorable(history: History, facts: Facts) -> str | None:
@@ -184,9 +187,9 @@ def kl_high(history: History, facts: Facts) -> str | None:
 
 def clipped(history: History, facts: Facts) -> str | None:
     share = lasting(history, "clip_ratio/region_mean", "cispo_clip_ratio")
-    return (
-        None if share is None or share <= CLIPPED else f"{share:.0%} of the tokens are clipped: updates are too large"
-    )
+    if share is None or (share := share + (lasting(history, "clip_ratio/delta_mean") or 0.0)) <= CLIPPED:
+        return None
+    return f"{share:.0%} of the tokens are clipped: updates are too large"
 
 
 def entropy_gone(history: History, facts: Facts) -> str | None:

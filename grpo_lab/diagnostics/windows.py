@@ -17,9 +17,11 @@ PERSISTENCE = 3
 
 
 def number(window: Window, *names: str) -> float | None:
-    """The first of these metrics that the window has, finite or not; None where it has none."""
+    """The first of these metrics that the window has, finite or not; None where it has none. TRL logs NaN as None."""
     for name in names:
-        value = window.get(name)
+        value = window.get(name, False)
+        if value is None:
+            return math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     return None
@@ -62,7 +64,7 @@ def all_alike(history: History) -> bool:
 
 
 def no_completion_scored(history: History) -> bool:
-    """The mean of a reward that scored no completion is logged as NaN."""
+    """The mean of a reward that scored no completion is NaN."""
     last = history[-PERSISTENCE:]
     means = [number(w, name) for w in last for name in w if name.startswith("rewards/") and name.endswith("/mean")]
     return all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 Points = Sequence[tuple[float, float]]
 
@@ -72,6 +73,20 @@ class Chart:
     right_unit: str = ""
     box: dict[str, float] = field(default_factory=lambda: _box(RIGHT))
     x_unit: str = "optimizer step"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its title and what to look for in it."""
+
+    title: str
+    meaning: str
+    chart: Chart
+
+
+def figure(title: str, meaning: str, lines: Sequence[Line], unit: str, **shape: Any) -> Figure | None:
+    """``lines`` drawn (see `draw`); None where none of them has a point."""
+    return Figure(title, meaning, draw(lines, unit=unit, **shape)) if any(line.points for line in lines) else None
 
 
 def draw(

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.result import EvaluationResult
-from grpo_lab.evaluation.run_record import RunRecord, read_run
+from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 
 MOST_RUNS = 8
@@ -121,16 +121,11 @@ def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[
 
 def _record(path: Path) -> RunRecord:
     record = read_run(path)
-    if not record.recorded and (path / "outcomes.jsonl").is_file():
-        try:
-            record.after = EvaluationResult.read(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} holds an evaluation that cannot be read: {error}") from error
-        record.notices.append(
-            f"one evaluation and no run; the model is {record.after.settings.get('model', 'not recorded')}"
-        )
-    if not record.recorded:
+    if record.kind in ("", CURATION):
         raise ValueError(f"{path} holds nothing of a run and no evaluation; name output folders of train or evaluate")
+    if record.kind == EVALUATION and record.after:
+        model = record.after.settings.get("model", "not recorded")
+        record.notices.append(f"one evaluation and no run; the model is {model}")
     return record
 
 
@@ -173,7 +168,6 @@ def _rows_that_differ(name: str, values: Sequence[Any]) -> list[tuple[str, tuple
 def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
     """What a reader has to know before believing the tables."""
     notes = [f"{run.name}: {notice}" for run in runs for notice in run.record.notices]
-    notes += [f"{run.name}: the run is not finished" for run in runs if run.record.summary.get("finished") is False]
     notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
     notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]
     base = runs[0].after

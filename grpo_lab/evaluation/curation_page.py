@@ -1,71 +1,103 @@
-"""The page about a curation: what stayed, what went and why, how hard the problems are. In the look of the run report.
-
-Questions come from data sets and answers from models, so nothing in them is trusted: every text is escaped and shown
-with its invisible characters, the page has no scripts and loads nothing.
-"""
+"""The page about a curation: what stayed, what went and why, how hard the problems are."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation import CurationReport
-from grpo_lab.evaluation.files import encodable, write_text
-from grpo_lab.evaluation.page import page
-from grpo_lab.evaluation.report import summary_groups
+from grpo_lab.curation.report import DroppedExample, FilterOutcome
+from grpo_lab.evaluation.page import Bar, Card, Page, Section, Table, about, settings_section
 
+Rows = Sequence[Mapping[str, Any]]
 _KEPT_SHOWN = 6
 _CHARACTERS = 600
+_REASON = 300
+_RATES = (
+    'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the label before it, '
+    "up to its own."
+)
+_KEPT = "From the hardest to the easiest in even steps; nothing is picked for looks."
 
 
-@dataclass(frozen=True)
-class Bar:
-    """Problems whose pass rate lies in one interval."""
-
-    label: str
-    kept: int
-    dropped: int
-
-
-def write_curation_page(
-    path: str | Path,
-    report: CurationReport,
-    summary: Mapping[str, Any] | None = None,
-    rows: Sequence[Mapping[str, Any]] = (),
-) -> Path:
-    """Write the page.
+def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Rows = ()) -> Page:
+    """The page.
 
     Args:
         summary: how it was made, for the list of settings.
         rows: all rows with `kept`, and `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram and
             for examples of what stayed.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, encodable(curation_page(report, summary, rows)))
-    return path
-
-
-def curation_page(
-    report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Sequence[Mapping[str, Any]] = ()
-) -> str:
-    """The page as text; see `write_curation_page`."""
-    bars = histogram(rows)
-    return page(
-        "curation.html.j2",
-        report=report,
-        summary=summary_groups({k: v for k, v in (summary or {}).items() if k != "finished"}),
-        widest=max(report.rows, 1),
-        bars=bars,
-        highest=max((bar.kept + bar.dropped for bar in bars), default=0) or 1,
-        mean_rate=_mean_rate(rows),
-        examples=kept_examples(rows),
+    rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
+    share = f"{report.kept / report.rows:.1%} of the rows" if report.rows else "no rows"
+    mean = [Card("Mean pass rate of the kept", f"{100 * sum(rates) / len(rates):.1f}", "%")] if rates else []
+    settings = {name: value for name, value in (summary or {}).items() if name not in ("finished", "report")}
+    return Page(
+        kind="curation report",
+        title=report.title,
+        about=about(settings, "data", "model", "time"),
+        cards=[Card("Rows in", f"{report.rows:,}"), Card("Rows kept", f"{report.kept:,}", "", share, True), *mean],
+        notices=report.notes,
+        sections=[
+            _filters(report),
+            Section("Pass rates", legend=("kept", "dropped"), bars=histogram(rows), foot=_RATES),
+            Section(
+                "What stayed",
+                table=Table(["row", "question", "gold", "pass rate"], kept_examples(rows), words={1}),
+                foot=_KEPT,
+            ),
+            *_dropped(report),
+            settings_section(settings),
+        ],
     )
 
 
-def histogram(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
+def read_curation(folder: Path) -> Page:
+    """The page of the curation in ``folder``, out of `curation.json` and `all.parquet`.
+
+    Raises:
+        ValueError: it is not finished, or what says it is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    table = folder / "all.parquet"
+    try:
+        found = json.loads((folder / "curation.json").read_text(encoding="utf-8"))
+        if found.get("finished"):
+            rows = pq.read_table(table).to_pylist() if table.is_file() else []
+            page = curation_page(_report_of(found["report"]), found, rows)
+            return page if table.is_file() else replace(page, missing=["Rows (all.parquet)"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder} holds a curation that cannot be read: {type(error).__name__}: {error}") from error
+    raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
+
+
+def _report_of(said: Mapping[str, Any]) -> CurationReport:
+    filters = (
+        FilterOutcome(**{**one, "examples": tuple(DroppedExample(**e) for e in one["examples"])})
+        for one in said["filters"]
+    )
+    return CurationReport(**{**said, "filters": tuple(filters), "notes": tuple(said["notes"])})
+
+
+def _filters(report: CurationReport) -> Section:
+    rows: list[list[str | Bar]] = [
+        [one.name, one.setting, f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}",
+         Bar(one.before - one.dropped, one.dropped, max(report.rows, 1))]
+        for one in report.filters
+    ]  # fmt: skip
+    head = ["filter", "rule", "before", "dropped", "share", "refused of all", "of all rows"]
+    foot = (
+        'A row is put down to the first filter that refused it. "Refused of all" counts what the filter refused by itself, among all '
+        "rows for filters that read the text, among the rows left to it for those that ask the model."
+    )
+    return Section("Filters", legend=("left", "dropped here"), table=Table(head, rows, words={1, 6}), foot=foot)
+
+
+def histogram(rows: Rows) -> list[Bar]:
     """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Empty without rates."""
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
@@ -74,13 +106,13 @@ def histogram(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
             # a tenth that is not exact in binary (0.3 = 0.30000000000000004) belongs to the bar that it ends
             place = 0 if rate <= 0 else 11 if rate >= 1 else 1 + min(9, max(0, int(-(-round(rate * 10, 9) // 1)) - 1))
             counts[place][0 if row.get("kept") else 1] += 1
-    if not any(kept + dropped for kept, dropped in counts):
-        return []
+    highest = max(map(sum, counts))
     labels = ["0", *(f"{k / 10:.1f}" for k in range(1, 10)), "<1", "1"]
-    return [Bar(label, *pair) for label, pair in zip(labels, counts, strict=True)]
+    found = zip(labels, counts, strict=True)
+    return [Bar(kept, gone, highest, label) for label, (kept, gone) in found] if highest else []
 
 
-def kept_examples(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str, str]]:
+def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
     """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy, or over the data without rates."""
     kept = [(number, row) for number, row in enumerate(rows) if row.get("kept")]
     kept.sort(key=lambda pair: -1.0 if pair[1].get("pass_rate") is None else float(pair[1]["pass_rate"]))
@@ -88,10 +120,10 @@ def kept_examples(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str
     chosen = [kept[place * (len(kept) - 1) // max(count - 1, 1)] for place in range(count)]
     return [
         (
-            number,
+            str(number),
             _question(row),
             str(row.get("solution", ""))[:80],
-            "" if row.get("pass_rate") is None else f"{row['pass_rate']:.2f}",
+            "–" if row.get("pass_rate") is None else f"{row['pass_rate']:.2f}",
         )
         for number, row in chosen
     ]
@@ -104,6 +136,13 @@ def _question(row: Mapping[str, Any]) -> str:
     return text[:_CHARACTERS]
 
 
-def _mean_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
-    return sum(rates) / len(rates) if rates else None
+def _dropped(report: CurationReport) -> list[Section]:
+    head = ["row", "why", "question"]
+    return [
+        Section(
+            f"Dropped: {one.name}",
+            table=Table(head, [(str(e.row), e.reason[:_REASON], e.text) for e in one.examples], words={1, 2}),
+        )
+        for one in report.filters
+        if one.examples
+    ]

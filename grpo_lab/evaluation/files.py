@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write_text(path: Path, text: str) -> None:
-    """``text`` as UTF-8; half characters in it are the caller's to replace (`encodable`)."""
+    """``text`` as UTF-8; half characters in it are the caller's to replace (`visible.encodable`)."""
     write_whole_text(path, text)
 
 
@@ -33,12 +33,3 @@ def write_parquet(path: Path, table: pa.Table) -> None:
     import pyarrow.parquet as pq
 
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
-
-
-def encodable(value: Any) -> Any:
-    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings too."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {name: encodable(item) for name, item in value.items()}
-    return [encodable(item) for item in value] if isinstance(value, list) else value

@@ -48,13 +48,13 @@ def left_out(folder: str | Path) -> str | None:
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
-    """The logging windows of training, as they were logged: those with a `loss`."""
+    """The logging windows of training, as they were logged: those with a `loss`, or, where that was NaN, with the learning rate."""
     rows: dict[int, dict[str, float]] = {}
     for name, series in record.metrics.items():
         if not name.startswith("eval_"):
             for step, value in series:
                 rows.setdefault(step, {"step": float(step)})[name] = value
-    return [row for _, row in sorted(rows.items()) if "loss" in row]
+    return [row for _, row in sorted(rows.items()) if row.keys() & {"loss", "learning_rate"}]
 
 
 def facts_of(record: RunRecord) -> Facts:

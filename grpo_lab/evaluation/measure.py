@@ -22,6 +22,7 @@ from grpo_lab.evaluation.generation import (
 )
 from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
 from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.verifiers.correct import checked_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -186,14 +187,8 @@ def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | No
     columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0] if name not in ("prompt", "completion")}
     completions = [in_form_of(row["prompt"], text) for row, text in pairs]
     scores = reward(prompts=[row["prompt"] for row, _ in pairs], completions=completions, **columns)
-    if len(scores) != len(pairs):
-        raise ValueError(f"the reward returned {len(scores)} scores for {len(pairs)} completions; one each is needed")
-    for place, score in enumerate(scores):
-        if score is not None and not math.isfinite(score):
-            raise ValueError(
-                f"the reward returned {score!r} for completion {place}; allowed are finite numbers and None"
-            )
-    return [None if score is None else float(score) for score in scores]
+    name = getattr(reward, "__name__", type(reward).__name__)
+    return checked_scores(scores, len(pairs), f"the reward {name!r}", nan=False)
 
 
 def _question(prompt: Any) -> str:

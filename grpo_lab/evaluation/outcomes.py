@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_lab.evaluation.files import encodable, write_json_lines, write_parquet
+from grpo_lab.evaluation.files import write_json_lines, write_parquet
+from grpo_lab.evaluation.statistics import is_number
 from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.visible import encodable
 
 Kind = Literal["greedy", "sampled"]
 
@@ -85,10 +87,10 @@ def _check_types(outcome: Outcome) -> None:
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(getattr(outcome, name), str)),
         *(name for name in ("solution", "answer") if not isinstance(getattr(outcome, name), str | None)),
         *(["truncated"] if type(outcome.truncated) is not bool else []),
-        *(["score"] if outcome.score is not None and type(outcome.score) not in (int, float) else []),
+        *(name for name in ("score", "tokens") if not is_number(getattr(outcome, name) or 0)),
     ]
     if wrong:
-        raise TypeError(f"of the wrong type: {wrong}")
+        raise TypeError(f"of the wrong type, or no finite number: {wrong}")
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:

@@ -1,27 +1,190 @@
-"""Templates → HTML pages. Texts of models and data sets are not trusted: all of them are escaped."""
+"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded. Made into HTML here.
+
+Text of models, data and files is not trusted: whatever a template prints is made visible and escaped; a page has no scripts and loads
+nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from grpo_lab.evaluation.samples import visible
+from grpo_lab.evaluation.charts import Figure
+from grpo_lab.evaluation.files import write_text
+from grpo_lab.evaluation.samples import LONGEST_SHOWN, Sample
+from grpo_lab.evaluation.terminal import duration
+from grpo_lab.visible import visible
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def page(template: str, **values: Any) -> str:
-    """``template`` filled in; it may use the filter ``visible`` and ``written``, the time. A name that is not there is an error."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+@dataclass(frozen=True)
+class Card:
+    """A number of the result, large, with its unit; a note under it."""
 
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["visible"] = visible
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return environment.get_template(template).render(written=written, **values)
+    name: str
+    value: str
+    unit: str = ""
+    note: str = ""
+    strong: bool = False
+
+
+class Bar(NamedTuple):
+    """How many rows were kept and dropped; ``full``: how many a bar of full length has. ``label``: in a histogram."""
+
+    kept: int
+    dropped: int
+    full: int
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts (or a `Bar`), the first of each its heading. The last cell of a short row is a remark and spans what is missing.
+
+    words    columns of running text
+    stacked  on a phone each row is a list; packed: with its cells one after the other
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Bar]]
+    words: Collection[int] = ()
+    stacked: bool = True
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading. ``folded``: the words that are
+    seen until the section is opened."""
+
+    title: str
+    lead: str = ""
+    counts: Sequence[tuple[str, int]] = ()
+    points: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    legend: tuple[str, str] | None = None
+    bars: Sequence[Bar] = ()
+    samples: Sequence[Sample] = ()
+    table: Table | None = None
+    groups: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
+    foot: str = ""
+    folded: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Such a section is not shown."""
+        rows = self.table.rows if self.table else ()
+        return not any((self.points, self.figures, self.bars, self.samples, rows, self.groups))
+
+
+@dataclass(frozen=True)
+class Page:
+    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: see `comparison_page`."""
+
+    kind: str
+    title: str
+    about: Sequence[str]
+    cards: Sequence[Card]
+    notices: Sequence[str]
+    sections: Sequence[Section]
+    missing: Sequence[str] = ()
+    runs: str = ""
+
+    def html(self) -> str:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+
+        environment = Environment(
+            loader=FileSystemLoader(_TEMPLATES),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=lambda value: (
+                visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+            ),
+        )
+        written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        return environment.get_template("page.html.j2").render(page=self, written=written, longest=LONGEST_SHOWN)
+
+    def write(self, path: str | Path) -> Path:
+        """ValueError where ``path`` cannot be written; a full disk is an OSError."""
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, self.html())
+        except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror})") from error
+        return path
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+_FIRST = ["model", "data", "template", "objective", "advantage", "steps", "seed", "seconds", "started", "device"]
+_NAMES = {"seconds": "time"}
+_UNITS = {
+    **dict.fromkeys(["max_completion_length", "max_new_tokens", "max_length", "max_prompt_length"], "tokens"),
+    "max_hours": "h",
+    "trained": "steps",
+    "max_steps": "steps",
+}
+
+
+def settings_section(summary: Mapping[str, Any]) -> Section:
+    """run.json folded away: its plain values first, then a list for each mapping, or list of mappings, in it."""
+    plain: list[tuple[str, str]] = []
+    groups: list[tuple[str, list[tuple[str, str]]]] = []
+    for key in sorted(summary, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
+        value = summary[key]
+        if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+            value = {str(place): text_of("", one) for place, one in enumerate(value, start=1)}
+        if isinstance(value, Mapping) and value:
+            groups.append((_NAMES.get(key, str(key).replace("_", " ")), list(_entries(value, key))))
+        elif key != "name":  # the page's heading
+            plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
+    found = [*([("run", plain)] if plain else []), *groups]
+    return Section("Settings", groups=found, folded="what was run, and with what")
+
+
+def _entries(values: Mapping[str, Any], of: str, before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _entries(value, of, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", text_of("seconds" if of == "seconds" else name, value)
+
+
+def text_of(key: object, value: Any, inside: bool = False) -> str:
+    """A value of run.json as a reader wants it, with the unit of ``key`` where it has one; each mapping of a list in a line of its own."""
+    if isinstance(value, Mapping):
+        said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
+        return f"({said})" if inside and said else said or "none"
+    if isinstance(value, list):
+        between = ", " if inside or not any(isinstance(one, Mapping | list) for one in value) else "\n"
+        return between.join(text_of("", one, between == ", ") for one in value) or "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if not isinstance(value, int | float):
+        return str(value)
+    if key == "seconds" and abs(value) < 1e12:
+        return duration(value)
+    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in str(key) else f"{value:,}"
+    return f"{said} {_UNITS[str(key)]}" if key in _UNITS else said
+
+
+def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
+    """What was run in a few words: the values of these keys."""
+    found = []
+    for key in keys:
+        value = settings.get(key)
+        if key == "seconds" and isinstance(value, Mapping):
+            value = sum(one for one in value.values() if isinstance(one, int | float))
+        elif isinstance(value, Mapping):
+            value = value.get("loader", value.get(key, value.get("name")))
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            found.append(f"{text_of(key, value)}{' rows' if key == 'rows' else ''}")
+    return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from grpo_lab.evaluation.charts import Chart, Line, draw
+from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import RunRecord
 
@@ -30,7 +31,13 @@ class Panel:
     def metrics(self) -> list[str]:
         return [name for _, names in self.lines for name in names]
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What `draw` asks beside lines and unit."""
+        return {"share": self.share, "from_zero": self.from_zero, "rule": self.rule}
 
+
+EVALUATIONS = "Held-out accuracy (evaluation/before, evaluation/after, evaluation/step_<n>)"
 DEAD_GROUPS = "Dead groups"
 PANELS = [
     Panel(
@@ -97,6 +104,7 @@ PANELS = [
             ("clipped", ("clip_ratio/region_mean", "cispo_clip_ratio")),
             ("below", ("clip_ratio/low_mean",)),
             ("above", ("clip_ratio/high_mean",)),
+            ("above δ", ("clip_ratio/delta_mean",)),
         ),
         share=True,
     ),
@@ -137,59 +145,53 @@ PANELS = [
     Panel("Gradient norm", "Before clipping. A jump that stays is a warning.", "norm",
           (("gradient norm", ("grad_norm",)),), from_zero=True, optional=True),
 ]  # fmt: skip
+_UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_)?reward", "reward"), ("_time$", "s")]
 
 
-@dataclass(frozen=True)
-class PanelView:
-    """A panel of the page; without a chart it says which metrics were `looked_for`."""
+def panels_of(*records: RunRecord) -> list[Panel]:
+    """`PANELS` after the reward, which has a line for each of several rewards. With a critic no group is dead."""
+    names = sorted(
+        {name for record in records for name in record.metrics if re.fullmatch(r"rewards/.+/mean", name, re.DOTALL)}
+    )
+    single = [(name[len("rewards/") : -len("/mean")], (name,)) for name in names] if len(names) > 1 else []
+    meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
+    reward = Panel("Reward", meaning, "reward per completion", (("total", ("reward",)), *single), from_zero=True)
+    critic = any(record.first_of("ppo/task_reward") for record in records)
+    return [reward, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
 
-    title: str
-    meaning: str
-    chart: Chart | None
-    looked_for: str
 
-
-def panel_views(record: RunRecord) -> list[PanelView]:
-    """All panels of a run: accuracy, reward, then `PANELS`; optional ones only where something was recorded."""
-    views = [*_working(record), _accuracy(record), _reward(record)]
-    for panel in PANELS:
-        if panel.title == DEAD_GROUPS and record.first_of("ppo/task_reward"):
-            continue  # with a critic no group is dead
+def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
+    """The plots of a run; and in words what was not recorded, optional ones aside."""
+    found = [
+        ("", _working(record)),
+        (EVALUATIONS, _accuracy(record)),
+    ]
+    for panel in panels_of(record):
         lines = [Line(label, record.first_of(*names)) for label, names in panel.lines]
-        drawn = any(line.points for line in lines)
-        if drawn or not panel.optional:
-            chart = (
-                draw(lines, unit=panel.unit, share=panel.share, from_zero=panel.from_zero, rule=panel.rule)
-                if drawn
-                else None
-            )
-            views.append(PanelView(panel.title, panel.meaning, chart, ", ".join(panel.metrics)))
-    return views
+        drawn = figure(panel.title, panel.meaning, lines, panel.unit, **panel.shape)
+        found.append(("" if panel.optional else f"{panel.title} ({', '.join(panel.metrics)})", drawn))
+    return [one for _, one in found if one], [name for name, one in found if name and not one]
 
 
-def _working(record: RunRecord) -> list[PanelView]:
-    """R1-Zero's curve in one figure: right answers, calculations written down, length. Nothing where `worked_out` was not watched."""
-    shares = [Line("worked out", record.first_of("rewards/worked_out/mean"))]
-    if not shares[0].points:
-        return []
+def unit_of(metric: str) -> str:
+    """Of a metric that a panel draws, or by its name; empty where that does not say."""
+    drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
+    return drawn.get(metric) or next((unit for told, unit in _UNITS if re.search(told, metric)), "")
+
+
+def _working(record: RunRecord) -> Figure | None:
+    """R1-Zero's curve in one figure: right answers, calculations written down, length. None where `worked_out` was not watched."""
+    worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
+    if not worked_out.points:
+        return None
     right = next((name for name in record.metrics if re.fullmatch(r"rewards/\w*accuracy\w*/mean", name)), "")
-    shares.insert(0, Line("right answers", record.first_of(right)))
+    shares = [Line("right answers", record.first_of(right)), worked_out]
     tokens = [Line("tokens (right axis)", record.first_of("completions/mean_length"))]
-    chart = draw(shares, unit="share of completions", share=True, right=tokens, right_unit="tokens per completion")
     meaning = (
         "Training problems, sampled: answers that are right, answers that write a calculation down, and their length."
     )
-    return [PanelView("Accuracy, working out and length", meaning, chart, "")]
-
-
-def _reward(record: RunRecord) -> PanelView:
-    components = sorted(name for name in record.metrics if re.fullmatch(r"rewards/.+/mean", name, re.DOTALL))
-    lines = [Line("total", record.first_of("reward"))]
-    if len(components) > 1:
-        lines += [Line(name[len("rewards/") : -len("/mean")], record.metrics[name]) for name in components]
-    chart = draw(lines, unit="reward", from_zero=True) if any(line.points for line in lines) else None
-    meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
-    return PanelView("Reward", meaning, chart, "reward, rewards/<name>/mean")
+    second: Any = {"right": tokens, "right_unit": "tokens per completion"}
+    return figure("Accuracy, working out and length", meaning, shares, "share of completions", share=True, **second)
 
 
 def accuracy_line(record: RunRecord, label: str) -> Line:
@@ -201,15 +203,11 @@ def accuracy_line(record: RunRecord, label: str) -> Line:
     return Line(label, points, errors, markers=True)
 
 
-def _accuracy(record: RunRecord) -> PanelView:
+def _accuracy(record: RunRecord) -> Figure | None:
+    rewards = [n for n in record.metrics if re.fullmatch(r"eval_rewards/\w*accuracy\w*/mean", n, re.IGNORECASE)]
     lines = [
         accuracy_line(record, "greedy"),
-        Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *_eval_rewards(record))),
+        Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards)),
     ]
-    chart = draw(lines, unit="share of problems correct", share=True) if any(line.points for line in lines) else None
     meaning = "Held-out problems. Bars: 95% Wilson interval over problems."
-    return PanelView("Held-out accuracy", meaning, chart, "evaluation/before, evaluation/after, evaluation/step_<n>")
-
-
-def _eval_rewards(record: RunRecord) -> list[str]:
-    return [name for name in record.metrics if re.fullmatch(r"eval_rewards/\w*accuracy\w*/mean", name, re.IGNORECASE)]
+    return figure("Held-out accuracy", meaning, lines, "share of problems correct", share=True)

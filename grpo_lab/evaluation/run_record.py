@@ -1,10 +1,13 @@
 """What a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops a report.
 
 ```
-run_dir/run.json                      what was run: model, template, objective, settings, versions, seed, seconds
+run_dir/run.json                      what was run: pipeline, model, template, objective, settings, versions, seed, seconds
 run_dir/metrics.jsonl                 one JSON object a logged step, with `step`; keys as in TRL's log_history
+run_dir/rounds.jsonl                  one a round, of `grpo-lab rounds`
 run_dir/evaluation/before|after/      written by EvaluationResult.write
 run_dir/evaluation/step_<n>/          the same during training, where the run evaluated on the way
+run_dir/outcomes.jsonl                of a folder that is one evaluation
+run_dir/curation.json                 of one that is a curation
 ```
 Whatever could not be read is named in `notices`.
 """
@@ -12,7 +15,6 @@ Whatever could not be read is named in `notices`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,16 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.statistics import is_number
 
 Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
 
+TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
 _NUMBERED_LINES = 5
+_DEEPEST = 40
 
 
 @dataclass
 class RunRecord:
-    """A run as far as it could be read; the fields are empty or None where nothing was found."""
+    """A run as far as it could be read; the fields are empty or None where nothing was found.
+
+    kinds   what the folder holds, what its page is about first; empty for a folder with nothing of ours
+    rounds  the lines of `rounds.jsonl`, their numbers
+    """
 
     folder: Path
     summary: dict[str, Any] = field(default_factory=dict)
@@ -37,12 +46,13 @@ class RunRecord:
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
     during: list[tuple[int, EvaluationResult]] = field(default_factory=list)
+    rounds: list[dict[str, float]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
     @property
-    def recorded(self) -> bool:
-        """Whether anything of a run is there, damaged or not."""
-        return bool(self.summary or self.metrics or self.before or self.after or self.during or self.notices)
+    def kind(self) -> str:
+        return self.kinds[0] if self.kinds else ""
 
     @property
     def last_step(self) -> int:
@@ -54,13 +64,15 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Everything that can be read from ``folder``; ValueError only if there is no such folder."""
+    """Everything that can be read from ``folder``; ValueError only if there is no such folder, or a damaged evaluation is all of it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
     record = RunRecord(folder)
     record.summary = _read_summary(folder / "run.json", record.notices)
-    record.metrics = _read_metrics(folder / "metrics.jsonl", record.notices)
+    for step, row in _read_numbers(folder / "metrics.jsonl", "step", record.notices):
+        for name, value in row.items():
+            record.metrics.setdefault(name, []).append((step, value))
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
@@ -68,7 +80,31 @@ def read_run(folder: str | Path) -> RunRecord:
         result = _read_evaluation(path, record.notices)
         if result is not None:
             record.during.append((step, result))
+    rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
+    record.rounds = [{"round": number, **row} for number, row in rounds]
+    record.kinds = _kinds_of(record)
+    if record.summary.get("finished") is False:
+        record.notices.insert(0, "the run is not finished: this is what it has written so far")
+    if record.kind == EVALUATION:
+        try:
+            record.after = EvaluationResult.read(folder)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{folder} holds an evaluation that cannot be read: {error}") from error
     return record
+
+
+def _kinds_of(record: RunRecord) -> list[str]:
+    """`run.json` says which pipeline wrote last; without it the files that only one of them writes."""
+    folder, pipeline = record.folder, record.summary.get("pipeline")
+    anything = record.summary or record.metrics or record.before or record.after or record.during or record.notices
+    has_rounds = (folder / "rounds.jsonl").is_file()
+    if pipeline == ROUNDS or (has_rounds and not record.summary):
+        found = [ROUNDS]
+    else:
+        found = [LONG2SHORT if pipeline == LONG2SHORT else TRAINING] if anything else []
+        found += [ROUNDS] if has_rounds else []
+    others = {CURATION: "curation.json", EVALUATION: "outcomes.jsonl"}
+    return found + [kind for kind, name in others.items() if (folder / name).is_file()]
 
 
 def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
@@ -82,45 +118,52 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
     if not isinstance(summary, dict):
         notices.append(f"run.json holds a {type(summary).__name__}, not a mapping; it was left out")
         return {}
+    if _too_deep(summary, _DEEPEST):
+        notices.append(f"run.json is nested more than {_DEEPEST} deep; it was left out")
+        return {}
     return summary
 
 
-def _read_metrics(path: Path, notices: list[str]) -> dict[str, Series]:
-    if not path.is_file():
-        return {}
-    values: dict[str, dict[int, float]] = {}
+def _too_deep(value: Any, left: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not left or any(_too_deep(one, left - 1) for one in inner)
+
+
+def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """(``key``, the other numbers) of each line, rising; what is left out is named."""
+    rows: dict[int, dict[str, float]] = {}
     damaged: list[tuple[int, str]] = []
     not_finite: dict[str, int] = {}
     repeated = 0
     for number, row in _json_lines(path, damaged):
-        step = row.get("step")
-        if isinstance(step, bool) or not isinstance(step, int | float) or not _is_finite(step):
-            damaged.append((number, f"no usable `step` (saw {str(step)[:40]!r})"))
+        at = row.pop(key, None)
+        if not is_number(at):
+            damaged.append((number, f"no usable `{key}` (saw {str(at)[:40]!r})"))
             continue
         for name, value in row.items():
-            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if not _is_finite(value):
+            if is_number(value):
+                repeated += name in rows.setdefault(int(at), {})
+                rows[int(at)][name] = float(value)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
                 not_finite[name] = not_finite.get(name, 0) + 1
-                continue
-            repeated += int(step) in values.setdefault(name, {})
-            values[name][int(step)] = float(value)
     for number, reason in sorted(damaged)[:_NUMBERED_LINES]:
-        notices.append(f"metrics.jsonl, line {number}: {reason}; the line was left out")
+        notices.append(f"{path.name}, line {number}: {reason}; the line was left out")
     if len(damaged) > _NUMBERED_LINES:
-        notices.append(f"metrics.jsonl: {len(damaged) - _NUMBERED_LINES} further lines were left out")
+        notices.append(f"{path.name}: {len(damaged) - _NUMBERED_LINES} further lines were left out")
     if repeated:
         notices.append(
-            f"metrics.jsonl: {repeated} values were logged twice for one step (a resumed run?); the later ones are shown"
+            f"{path.name}: {repeated} values were logged twice for one {key} (a resumed run?); the later ones are shown"
         )
     for name, count in not_finite.items():
         notices.append(
-            f"metrics.jsonl: {name} was NaN or infinite in {count} {'row' if count == 1 else 'rows'}, not drawn"
+            f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {count} {'row' if count == 1 else 'rows'}, not drawn"
         )
-    return {name: sorted(points.items()) for name, points in values.items()}
+    return sorted(rows.items())
 
 
 def _json_lines(path: Path, damaged: list[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -134,13 +177,6 @@ def _json_lines(path: Path, damaged: list[tuple[int, str]]) -> Iterator[tuple[in
                 yield number, row
             else:
                 damaged.append((number, f"a JSON {type(row).__name__}, not an object"))
-
-
-def _is_finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number too large for a float
-        return False
 
 
 def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | None:

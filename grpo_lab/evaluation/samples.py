@@ -21,26 +21,18 @@ SHOWN_OF_ONE_SIDE = 4
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One side of a sample, cut to a readable length."""
-
-    text: str
-    left_out: int
-    tokens: int
-    truncated: bool
-    verdict: str
-
-
-@dataclass(frozen=True)
 class Sample:
     """One problem with what the model wrote before and after; a side that was not evaluated is None."""
 
-    problem: int
     kind: str
-    question: str
-    solution: str | None
-    before: Shown | None
-    after: Shown | None
+    before: Outcome | None
+    after: Outcome | None
+
+    @property
+    def asked(self) -> Outcome:
+        """The side that there is, for the problem."""
+        assert self.before or self.after
+        return self.after or self.before  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -58,10 +50,10 @@ def choose_samples(before: EvaluationResult | None, after: EvaluationResult | No
     new = _by_problem(after)
     shared = sorted(old.keys() & new.keys())
     if not shared:
-        alone = [_sample("", old.get(i), new.get(i)) for i in sorted(old or new)]
+        alone = [Sample("", old.get(i), new.get(i)) for i in sorted(old or new)]
         return SampleChoice(_first_of_verdicts(alone), [])
     if any(old[i].question != new[i].question for i in shared):
-        alone = [_sample("", None, new[i]) for i in sorted(new)]
+        alone = [Sample("", None, new[i]) for i in sorted(new)]
         return SampleChoice(_first_of_verdicts(alone), [], comparable=False)
 
     samples: list[Sample] = []
@@ -69,11 +61,11 @@ def choose_samples(before: EvaluationResult | None, after: EvaluationResult | No
     for verdicts, (name, wanted) in TRANSITIONS.items():
         members = [i for i in shared if (old[i].correct, new[i].correct) == verdicts]
         counts.append((name, len(members)))
-        samples += [_sample(name, old[i], new[i]) for i in members[:wanted]]
+        samples += [Sample(name, old[i], new[i]) for i in members[:wanted]]
     unscorable = [i for i in shared if old[i].correct is None or new[i].correct is None]
     if unscorable:
         counts.append(("unscorable", len(unscorable)))
-        samples.append(_sample("unscorable", old[unscorable[0]], new[unscorable[0]]))
+        samples.append(Sample("unscorable", old[unscorable[0]], new[unscorable[0]]))
     return SampleChoice(samples, counts)
 
 
@@ -82,44 +74,8 @@ def _by_problem(result: EvaluationResult | None) -> dict[int, Outcome]:
 
 
 def _first_of_verdicts(samples: Sequence[Sample]) -> list[Sample]:
-    seen: dict[str, int] = {}
-    kept = []
+    seen: dict[bool | None, list[Sample]] = {}
     for sample in samples:
-        side = sample.after or sample.before
-        verdict = side.verdict if side else ""
-        seen[verdict] = seen.get(verdict, 0) + 1
-        if seen[verdict] <= SHOWN_OF_ONE_SIDE:
-            kept.append(sample)
-    return kept
-
-
-def _sample(kind: str, before: Outcome | None, after: Outcome | None) -> Sample:
-    either = after or before
-    assert either is not None
-    solution = None if either.solution is None else visible(either.solution[:LONGEST_SHOWN])
-    return Sample(
-        either.problem, kind, visible(either.question[:LONGEST_SHOWN]), solution, _shown(before), _shown(after)
-    )
-
-
-def _shown(outcome: Outcome | None) -> Shown | None:
-    if outcome is None:
-        return None
-    verdict = {True: "correct", False: "wrong", None: "unscorable"}[outcome.correct]
-    text = outcome.completion
-    left_out = max(0, len(text) - LONGEST_SHOWN)
-    return Shown(visible(text[:LONGEST_SHOWN]), left_out, outcome.tokens, outcome.truncated, verdict)
-
-
-def visible(text: str) -> str:
-    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), which HTML cannot hold
-    otherwise, and the ones that reverse the writing direction by number, so that no text can dress up as another."""
-    return text.replace("\r\n", "\n").translate(_PICTURES)
-
-
-_DIRECTION = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_PICTURES: dict[int, int | str] = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    0x7F: 0x2421,
-    **{code: f"⟨U+{code:04X}⟩" for code in [*range(0x80, 0xA0), *_DIRECTION]},
-}
+        seen.setdefault(sample.asked.correct, []).append(sample)
+    shown = [one for alike in seen.values() for one in alike[:SHOWN_OF_ONE_SIDE]]
+    return sorted(shown, key=lambda sample: sample.asked.problem)

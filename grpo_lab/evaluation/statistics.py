@@ -10,11 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+from typing import TypeGuard
 
 from scipy.special import stdtrit
 
 Vote = tuple[str | None, bool]
 """One sample's answer (None: it gave none) and whether it was judged correct."""
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a file can be averaged and drawn: no switch, no NaN, not beyond 1e100."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e100 < value < 1e100
 
 
 @dataclass(frozen=True)

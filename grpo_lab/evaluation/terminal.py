@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.segment import Segment
+from rich.table import Table
 
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.statistics import Interval
+from grpo_lab.visible import visible
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from grpo_lab.diagnostics import Verdict
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
 LONGEST_HEADING = 60
+
+
+class Terminal(Console):
+    """Rich's console for text that is not ours: nothing in it is markup, and every character of it is visible."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **given)
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def terminal_summary(
@@ -30,24 +44,22 @@ def terminal_summary(
     seconds: float | None = None,
     health: Verdict | None = None,
     left_out: str | None = None,
-    console: Console | None = None,
+    console: Terminal | None = None,
 ) -> None:
     """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training and what it ``left_out``, the paths, then
     :func:`headline` and :func:`lengths`.
 
     The plain lines are neither wrapped nor coloured, so they can be searched for.
     """
-    from rich.console import Console
-
-    console = console or Console()
+    console = console or Terminal()
     if len(title) > LONGEST_HEADING:  # as wide as the table is narrow, a heading would be a column of words
-        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(title, style="bold", soft_wrap=True)
         title = "Held-out evaluation"
     console.print(_table(before, after, title))
     if after.sampled:
-        console.print(f"sampled: {describe_sampling(after)}", style="dim", markup=False, highlight=False)
+        console.print(f"sampled: {describe_sampling(after)}", style="dim")
     for warning in _warnings(after):
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     lines = [
         f"training, {health.line}" if health is not None else None,
         f"training, {left_out}" if left_out is not None else None,
@@ -59,7 +71,7 @@ def terminal_summary(
     ]
     for line in lines:
         if line is not None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
@@ -89,12 +101,9 @@ def _three(interval: Interval | None) -> str:
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
     """At most 80 columns wide: logs and pipes have no more."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    heading = Text(f"{title}, {after.n_problems} problems", style="bold")
-    table = Table(title=heading, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    heading = f"{title}, {after.n_problems} problems"
+    look: Any = {"title_style": "bold", "title_justify": "left", "header_style": "bold", "padding": 0}
+    table = Table(title=heading, box=box.SIMPLE_HEAD, **look)
     table.add_column("", no_wrap=True)
     for name in ["result"] if before is None else ["before", "after", "change"]:
         table.add_column(name, justify="right", no_wrap=True)

@@ -22,7 +22,7 @@ class Clipped:
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
         epsilon_high: clip width upwards (ε_high); ``None`` means equal to ``epsilon``.
-        delta: upper bound of ρ; must exceed 1 + ε_high to have a meaning beyond the clip.
+        delta: upper bound of ρ; above 1 + ε_high, where the clip ends.
     """
 
     epsilon: float = 0.2
@@ -34,8 +34,11 @@ class Clipped:
             raise ValueError(f"`epsilon` (low) is {self.epsilon}; it must lie in [0, 1]")
         if not self.high >= 0:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
-        if self.delta is not None and not self.delta > 0:
-            raise ValueError(f"`delta` (upper bound of the ratio) is {self.delta}; it must be > 0")
+        if self.delta is not None and not 1 + self.high < self.delta < math.inf:
+            raise ValueError(
+                f"`delta` (upper bound of the ratio) is {self.delta}; it must be a finite number above 1 + `epsilon_high` = "
+                f"{1 + self.high:g}, or left out"
+            )
 
     @property
     def high(self) -> float:
@@ -47,11 +50,17 @@ class Clipped:
         return -torch.min(self._bounded(ratio) * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``."""
-        ratio = self._bounded(batch.ratio)
+        """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``.
+
+        The first three are TRL's, which count nothing of what δ cuts off.
+        """
+        ratio = batch.ratio
         low = (ratio < 1 - self.epsilon) & (batch.advantages < 0)
         high = (ratio > 1 + self.high) & (batch.advantages > 0)
-        return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+        found = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+        if self.delta is not None:
+            found["clip_ratio/delta_mean"] = (ratio > self.delta) & (batch.advantages < 0)
+        return found
 
     def literal(self, row: LiteralRow, t: int) -> float:
         """The formula over single floats."""

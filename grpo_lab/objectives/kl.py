@@ -28,6 +28,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
@@ -39,6 +40,8 @@ Placement = Literal["loss", "reward"]
 ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "k1_clamped")
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
 PER: tuple[str, ...] = ("sequence", "token")
+MAX_LOG_RATIO = 80.0
+"""nats. Beyond it eˣ is not taken alone: float32 ends at e⁸⁸."""
 TARGET_IN_LOSS = (
     "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges none: its KL changes with every "
     "update, and on-policy nobody has it before the update; use `kl.placement: reward`, or leave `target` out"
@@ -64,6 +67,14 @@ def k3(log_policy: Tensor, log_reference: Tensor) -> Tensor:
 def k1_clamped(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     """max(−x, 0), nats per token; ≥ 0."""
     return k1(log_policy, log_reference).clamp(min=0)
+
+
+def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -> Tensor:
+    """ρ·k3; where eˣ alone would overflow as e^(log ρ + x) − ρ·(x + 1), which need not."""
+    x, ratio = log_reference - log_policy, log_ratio.exp()
+    far = x > MAX_LOG_RATIO
+    together = safe(log_ratio + x, far).exp() - ratio * (x + 1)
+    return torch.where(far, together, k3(log_policy, torch.where(far, log_policy, log_reference)) * ratio)
 
 
 _ESTIMATES = {"k1": k1, "k2": k2, "k3": k3, "k1_clamped": k1_clamped}
@@ -98,8 +109,8 @@ class KLTerm:
             raise ValueError(f"`kl.estimator` is {self.estimator!r}; it must be one of {ESTIMATORS}")
         if self.placement not in PLACEMENTS:
             raise ValueError(f"`kl.placement` is {self.placement!r}; it must be one of {PLACEMENTS}")
-        if not self.coefficient >= 0:
-            raise ValueError(f"`kl.coefficient` (β) is {self.coefficient}; it must be ≥ 0")
+        if not 0 <= self.coefficient < math.inf:
+            raise ValueError(f"`kl.coefficient` (β) is {self.coefficient}; it must be a finite number ≥ 0")
         if self.placement == "reward" and self.ratio_weighted:
             raise ValueError("`kl.ratio_weighted` has no effect with `kl.placement: reward`; leave it out")
         if self.placement == "loss" and self.estimator == "k1_clamped":
@@ -120,6 +131,8 @@ class KLTerm:
     def in_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token estimate ``[B, T]`` in nats, with its gradient; to be multiplied by ``coefficient``."""
         log_policy, log_reference = self._log_probs(batch.logps, batch.ref_logps, batch.mask)
+        if self.ratio_weighted and self.estimator == "k3":
+            return _weighted_k3(batch.log_ratio, log_policy, log_reference)
         estimate = _ESTIMATES[self.estimator](log_policy, log_reference)
         return estimate * batch.ratio if self.ratio_weighted else estimate
 

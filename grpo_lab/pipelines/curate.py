@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from grpo_lab.curation import CurationReport, Selection
-from grpo_lab.evaluation.curation_page import write_curation_page
-from grpo_lab.evaluation.files import encodable, write_json, write_json_lines, write_parquet
-from grpo_lab.evaluation.terminal import duration
+from grpo_lab.evaluation import write_report
+from grpo_lab.evaluation.files import write_json, write_json_lines, write_parquet
+from grpo_lab.evaluation.terminal import Terminal, duration
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
@@ -27,10 +25,11 @@ from grpo_lab.pipelines.one_writer import OneWriter, is_empty
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.stop_requests import StopRequests
+from grpo_lab.visible import encodable
 
 MARKER = "curation.json"
 
-console = Console()
+console = Terminal()
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,10 @@ def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests) -> Cur
     rows = write_rows(folder, run.selection)
     summary = summary_of(run, time.perf_counter() - began)
     write_json(folder / MARKER, {**summary, "report": asdict(report)})
-    page = write_curation_page(folder / "report.html", report, summary, run.selection.scored_rows())
+    page = write_report(folder)
     report.print(console)
-    console.print(f"kept: {folder / 'curated.parquet'}", soft_wrap=True, highlight=False)
-    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    console.print(f"kept: {folder / 'curated.parquet'}", soft_wrap=True)
+    console.print(f"report: {page}", soft_wrap=True)
     return Curated(folder, rows, report)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room
@@ -37,7 +37,7 @@ NOT_BUILT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
+def dry_run(recipe: Recipe, console: Terminal | None = None) -> dict[str, str]:
     """Print the plan of ``recipe`` as a table and return it. Loads rows and (local) configs, trains nothing.
 
     Raises:
@@ -51,7 +51,7 @@ def dry_run(recipe: Recipe, console: Console | None = None) -> dict[str, str]:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
-    (console or Console()).print(table)
+    (console or Terminal()).print(table)
     return facts
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.reading import read
+from grpo_lab.visible import visible
 
 WORD_PROBLEMS = 500
 """Word problems that are made where neither `--n` nor `--limit` says how many."""
@@ -100,14 +102,14 @@ def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1, each with
     what was answered kept.
     """
-    from grpo_lab.evaluation import EvaluationStopped, terminal_summary
+    from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
     plan = plan_of(known)
     if known.output is not None:
         claim_output(known.output, known.overwrite)
     if note := _unlike_its_run(known, plan.section.data):
-        print(f"note: {note}")
+        print(visible(f"note: {note}"))
     stopped = False
     with as_ctrl_c() as asked:
         try:
@@ -128,7 +130,7 @@ def run(known: argparse.Namespace) -> int:
             return _ended(asked, stop)
     terminal_summary(None, result, title=title(known.model, plan))
     if known.output is not None:
-        print(f"outcomes: {known.output}")
+        print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
     if stopped:
         where = (
             f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
@@ -244,16 +246,14 @@ def claim_output(folder: Path, overwrite: bool) -> None:
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".grpo-lab-can-write"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
 
 
-_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet")
+_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html")
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

@@ -19,12 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
 from grpo_lab.curation import Sampled, average_weights, pass_rates, preference_pairs, sampled, shortest_correct
 from grpo_lab.curation.weights import check_mergeable
-from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.evaluation.files import encodable, write_json_lines
+from grpo_lab.evaluation import EvaluationResult, write_report
+from grpo_lab.evaluation.files import write_json_lines
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
@@ -37,10 +36,11 @@ from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests, identity_of
 from grpo_lab.trainer.supervised.preference import check_training
+from grpo_lab.visible import encodable
 
 OWN_SAMPLES = "samples.jsonl"
 
-console = Console()
+console = Terminal()
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float, stop: St
     write_run(folder, {**_summary(recipe, count), "seconds": round(time.perf_counter() - began, 1), "finished": True})
     for name, result in (("before", before), ("after", after)):
         if result is not None:
-            console.print(f"{name}: {length_line(result)}", highlight=False)
-    console.print(f"model: {folder}", soft_wrap=True, highlight=False)
+            console.print(f"{name}: {length_line(result)}")
+    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
     return Shortened(folder, count, before, after)
 
 

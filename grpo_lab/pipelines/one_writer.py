@@ -14,6 +14,8 @@ import socket
 import time
 from pathlib import Path
 
+from grpo_lab.atomic import no_link
+
 log = logging.getLogger(__name__)
 
 LOCK = "run.lock"
@@ -39,11 +41,11 @@ class OneWriter:
         """The folder is made where it is not there.
 
         Raises:
-            ValueError: another process writes there: which, where, since when.
+            ValueError: another process writes there: which, where, since when; or a link stands in the place of the lock.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
         while self._held is None:
-            opened = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            opened = no_link(str(self.file), os.O_RDWR | os.O_CREAT)
             if not self._locked(opened):
                 said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
                 os.close(opened)

@@ -109,7 +109,7 @@ def _reward_model(section: RewardSection, where: str) -> str:
     return name
 
 
-def _built(kind: Any, section: RewardSection, where: str) -> Any:
+def _built(kind: Any, section: RewardSection | PartSection, where: str) -> Any:
     refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
     try:
         return kind(**typed(section.arguments, kind, where))
@@ -146,8 +146,9 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
         from grpo_lab.testing import tiny_model
 
         refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
-        settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
-        return tiny_model(**settings, tokenizer=section.tokenizer)
+        return tiny_model(
+            **{"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}, tokenizer=section.tokenizer
+        )
     assert section.path is not None
     with loading(section.path):
         return model_class(section.path)[0].from_pretrained(section.path), load_tokenizer(section)
@@ -218,11 +219,7 @@ def build_part(section: PartSection, where: str) -> Any:
         if section.arguments:
             raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
         return found
-    refuse_unknown_arguments(found, section.arguments, f"`{where}`: {section.name!r}")
-    try:
-        return found(**typed(section.arguments, found, where))
-    except TypeError as error:
-        raise ValueError(f"`{where}`: {section.name!r} does not take these arguments: {error}") from error
+    return _built(found, section, where)
 
 
 def trainer_parts(recipe: Recipe) -> dict[str, Any]:

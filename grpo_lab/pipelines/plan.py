@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from grpo_lab.curation.weights import check_mergeable
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import curate, long2short, parts
 from grpo_lab.pipelines.curation_filters import check_balance_column
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
@@ -28,14 +28,14 @@ from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.trainer.supervised.preference import check_training
 
 
-def show(name: str, facts: Mapping[str, str], console: Console | None = None) -> None:
+def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
     """The plan as a table."""
     table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for fact, value in facts.items():
         table.add_row(Text(fact), Text(value))
-    (console or Console()).print(table)
+    (console or Terminal()).print(table)
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[str, str]:

@@ -139,11 +139,11 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
     check_length(folder, newest, max_steps)
     if state.is_main_process:
         for why in passed:
-            console.print(f"passed over {why}; set aside as broken-…", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"passed over {why}; set aside as broken-…", soft_wrap=True)
         set_aside(folder, newest)
         shutil.rmtree(folder / SAVING, ignore_errors=True)
         if newest is not None:
-            console.print(f"going on from {newest.name}", highlight=False)
+            console.print(f"going on from {newest.name}")
             if other := other_releases(record):
                 log.warning(
                     "resumed with other releases, so numbers need not be those of a whole run to the bit: %s",

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lab.atomic import whole_folder
 from grpo_lab.curation import Sampled, pass_rates
-from grpo_lab.evaluation.files import encodable, write_json_lines
+from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.recipe import ModelSection
@@ -29,6 +29,7 @@ from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.pipelines.stop_requests import StopRequests, identity_of
 from grpo_lab.trainer.resume.supervised import StoppableTraining
 from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.visible import encodable
 
 STOPPED = "stopped"
 """A training that was asked to stop: its checkpoint, until it has come to its end."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from grpo_lab.evaluation.rounds_page import ACCURACY
 
 Line = dict[str, Any]
 
@@ -49,33 +50,8 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-@dataclass(frozen=True)
-class Column:
-    """A title and how its cell is written; a dash where nothing was measured."""
-
-    title: str
-    key: str
-    form: str | Callable[[Line], str]
-
-    def text(self, line: Line) -> str:
-        value = line.get(self.key)
-        if value is None or (value == 0 and line["round"] == 0 and self.key in ("tokens_total", "steps_total")):
-            return "–"
-        return self.form.format(value) if isinstance(self.form, str) else self.form(line)
-
-
-def _accuracy(line: Line) -> str:
-    return f"{line['accuracy']:.1%} [{100 * line['accuracy_low']:.1f}, {100 * line['accuracy_high']:.1f}]"
-
-
-COLUMNS = (
-    Column("round", "round", "{}"),
-    Column("right", "right_share", "{:.1%}"),
-    Column("kept", "kept_share", "{:.1%}"),
-    Column("ways", "ways", "{:.2f}"),
-    Column("rows", "rows", "{:,}"),
-    Column("tokens", "tokens_total", "{:,}"),
-    Column("held-out accuracy", "accuracy", _accuracy),
-    Column("length", "length", "{:.1f}"),
-)
+COLUMNS = [
+    *[("round", "{round}"), ("right", "{right_share:.1%}"), ("kept", "{kept_share:.1%}"), ("ways", "{ways:.2f}"), ("rows", "{rows:,}")],
+    *[("tokens", "{tokens_total:,}"), ("held-out accuracy", ACCURACY), ("length", "{length:.1f}")],
+]  # fmt: skip
 """What fits on a terminal; the page and `rounds.jsonl` have the rest. ``tokens``: generated so far."""

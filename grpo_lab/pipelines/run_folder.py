@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback
 
+from grpo_lab.atomic import no_link
 from grpo_lab.checkpoints import SAVING, newest_whole
 from grpo_lab.evaluation.files import write_json, write_text
 from grpo_lab.pipelines.one_writer import is_empty
@@ -161,5 +162,5 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
                 file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")

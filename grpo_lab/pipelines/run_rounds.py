@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.evaluation.rounds_page import write_rounds_page
+from grpo_lab.evaluation.rounds_page import rounds_table
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.one_writer import OneWriter, is_empty
@@ -35,7 +36,7 @@ PIPELINE = "rounds"
 MAY_CHANGE = ("name", "output_dir", "keep_models", *STOP_SETTINGS)
 """Settings that no finished part depends on; beside them `rounds.count`, which may grow."""
 
-console = Console()
+console = Terminal()
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,8 @@ def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts) -> Rou
             shutil.rmtree(round_folder(folder, done.number - 1) / MODEL, ignore_errors=True)
     _deliver(recipe, folder)
     write_run(folder, {**read_marker(folder / "run.json"), "finished": True})
-    page = write_rounds_page(folder / "report.html", lines, read_marker(folder / "run.json"))
     _show(recipe, lines)
-    console.print(f"model: {folder}\nreport: {page}", soft_wrap=True, highlight=False)
+    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
     return RoundsDone(folder, lines)
 
 
@@ -202,10 +202,11 @@ def _lines(folder: Path, count: int) -> list[dict[str, Any]]:
 
 def _show(recipe: RoundsRecipe, lines: list[dict[str, Any]]) -> None:
     table = Table(title=f"{recipe.name}: {recipe.method}", box=box.SIMPLE_HEAD, title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column.title, justify="right")
-    for line in lines:
-        table.add_row(*(column.text(line) for column in COLUMNS))
+    found = rounds_table(lines, COLUMNS)
+    for title in found.head:
+        table.add_column(title, justify="right")
+    for row in found.rows:
+        table.add_row(*map(str, row))
     console.print(table)
 
 

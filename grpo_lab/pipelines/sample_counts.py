@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from grpo_lab.atomic import no_link
+
 
 def problems_in(file: Path) -> int:
     """How many problems a file of samples holds: its whole lines after the header."""
@@ -35,6 +37,6 @@ def trim_to_whole_batches(file: Path, size: int) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]
     kept = whole[: 1 + (len(whole) - 1) // size * size] if whole else []
-    with file.open("r+b") as opened:
+    with open(file, "r+b", opener=no_link) as opened:
         opened.truncate(sum(len(line) for line in kept))
         os.fsync(opened.fileno())

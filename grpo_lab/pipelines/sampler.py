@@ -9,8 +9,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from grpo_lab.curation import Written
 from grpo_lab.evaluation.generation import (
     Completion,
@@ -19,11 +17,12 @@ from grpo_lab.evaluation.generation import (
     render_prompt,
     stop_token_ids,
 )
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.reading import Positive, Switch, Temperature, Whole, settings
 
-console = Console()
+console = Terminal()
 
 
 @settings()
@@ -190,7 +189,6 @@ def with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dic
         console.print(
             f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
             f"max_completion_length={completion} tokens in the model's context of {context}",
-            highlight=False,
         )
     return fitting
 

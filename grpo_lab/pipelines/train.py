@@ -9,12 +9,12 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from rich.console import Console
 
 from grpo_lab.checkpoints import broken_weights
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.health import last_verdict, left_out
 from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers
@@ -28,7 +28,7 @@ from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
-console = Console()
+console = Terminal()
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _before(
     if resume and (target / "summary.json").is_file() and recipe.evaluation is not None and recipe.evaluation.before:
         found = read_run(folder).before
         if found is not None and found.stopped is None:  # Ctrl-C leaves a part of one
-            console.print("evaluation before reinforcement: as it was made", highlight=False)
+            console.print("evaluation before reinforcement: as it was made")
             return found
     return _evaluate(recipe, start, target, seconds, "before")
 
@@ -272,7 +272,7 @@ def _summary(recipe: Recipe, trainer: Any, rows: Any, seconds: dict[str, float])
         "expected": recipe.model.expected,
         "data": f"{recipe.data.loader} ({len(rows)} rows)",
         "template": recipe.data.template,
-        "objective": trainer.algorithm.names,
+        "objective": trainer.algorithm.with_hooks(trainer).names,
         "rewards": [asdict(reward) for reward in rewards_in_force(recipe, trainer)],
         "rows": rows_fingerprint(rows),
         "processes": trainer.accelerator.num_processes,
@@ -295,4 +295,4 @@ def _show_samples(before: EvaluationResult | None, after: EvaluationResult, coun
             if outcome is not None:
                 mark = {True: "right", False: "wrong", None: "unscorable"}[outcome.correct]
                 lines.append(f"  {name} ({mark}): {' / '.join(outcome.completion.strip()[:400].splitlines())}")
-        console.print("\n".join(lines), markup=False, highlight=False)
+        console.print("\n".join(lines))

@@ -11,16 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import completion_text, prompt_text
+from grpo_lab.rewards.equation_writing import plain
+from grpo_lab.rewards.equations import judged
 from grpo_lab.rewards.extraction import Answer, extract_answer
 from grpo_lab.rewards.gold import gold_answer
+from grpo_lab.rewards.whole_number import asked_unit
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
+from grpo_lab.verifiers.canonical import canonical
+from grpo_lab.verifiers.side_by_side import in_figures
 
 T = TypeVar("T")
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
 _NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
+_UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 @dataclass(frozen=True)
@@ -103,36 +110,45 @@ class AccuracyReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order. `prompts` and further columns are not read. With TRL's `log_metric`, shares are logged."""
+        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). With TRL's `log_metric`, shares are logged."""
         if completions is None:
             raise ValueError("AccuracyReward needs completions=[...]; got none")
         if solution is None:
             raise ValueError(
                 f"AccuracyReward needs the gold answers in the column 'solution'; the columns given are {sorted(columns)}"
             )
-        judgements = self.judge(completions, solution)
+        judgements = self.judge(completions, solution, prompts)
         if log_metric is not None and judgements:
             for name, value in _shares(judgements).items():
                 log_metric(f"accuracy_reward/{name}", value)
         return [self._paid(judgement) for judgement in judgements]
 
-    def judge(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[Judgement]:
+    def judge(
+        self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
+    ) -> list[Judgement]:
         """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
-        if len(completions) != len(solutions):
+        questions = [""] * len(completions) if prompts is None else [prompt_text(prompt) for prompt in prompts]
+        if not len(completions) == len(solutions) == len(questions):
             raise ValueError(
-                f"got {len(completions)} completions and {len(solutions)} solutions; they must be one to one"
+                f"got {len(completions)} completions and {len(solutions)} solutions (prompts: {len(questions)}); "
+                "they must be one to one"
             )
         golds = _once(gold_answer, solutions)
         answers = _once(self.read, [completion_text(completion) for completion in completions])
         # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
-        pairs = [
-            (gold, gold if answer is None else answer.text) for gold, answer in zip(golds, answers, strict=True) if gold
+        read = [
+            _readings(gold, gold if answer is None else answer.text, unit) if gold else []
+            for gold, answer, unit in zip(golds, answers, _once(asked_unit, questions), strict=True)
         ]
-        verdicts = iter(self._verifier.compare(pairs))
-        judged = [_judgement(g, a, next(verdicts) if g else _NO_GOLD) for g, a in zip(golds, answers, strict=True)]
-        self.counts.update(judgement.verdict.value for judgement in judged)
+        pairs = [pair for readings in read for pair in readings]
+        verdicts = dict(zip(pairs, self._verifier.compare(pairs), strict=True))
+        found = [
+            _judgement(gold, answer, _verdict([verdicts[pair] for pair in readings]))
+            for gold, answer, readings in zip(golds, answers, read, strict=True)
+        ]
+        self.counts.update(judgement.verdict.value for judgement in found)
         self.counts["no_answer"] += sum(answer is None for answer in answers)
-        return judged
+        return found
 
     def read(self, completion: str) -> Answer | None:
         """The answer that is compared; None where the completion gives none. What a grader with other eyes overrides."""
@@ -167,9 +183,29 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
     return [known[text] if isinstance(text, str) else read(text) for text in texts]
 
 
+def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
+    """(gold, answer) as they stand; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
+    if unit is None or len(answer) > 200:
+        return [(gold, answer)]
+    counted = tuple(in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
+    return [(gold, answer), (counted[0], counted[1])]
+
+
+def _verdict(found: list[MathVerdict]) -> MathVerdict:
+    return next((verdict for verdict in found if verdict.equal), found[0]) if found else _NO_GOLD
+
+
+def _is_untrue(equation: str) -> bool:
+    r"""`4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ. What is read in part (`2\pi`) is not judged."""
+    written = plain(canonical(equation).replace("==", "="))
+    return "\\" not in written and any(not link.holds for link in judged(written)[-1:])
+
+
 def _judgement(gold: str | None, answer: Answer | None, verdict: MathVerdict) -> Judgement:
     if answer is None and verdict.verdict is not Verdict.UNPARSEABLE_GOLD:
         verdict = _NO_ANSWER
+    if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold) and _is_untrue(answer.text):
+        verdict = _UNTRUE
     text, marker = (None, None) if answer is None else (answer.text, answer.marker)
     return Judgement(gold, text, marker, verdict.verdict, verdict.reason)
 

@@ -23,7 +23,6 @@ from grpo_lab.rewards.program_text import program_text
 from grpo_lab.verifiers.code.client import CodeJudge, Tests, Trial
 
 _LOG = logging.getLogger("grpo_lab")
-_UNUSABLE = Trial(0, 0, "unusable", "no tests that can be read")
 
 
 class CodeReward:
@@ -107,17 +106,19 @@ class CodeReward:
             raise ValueError(
                 f"got {len(completions)} completions, {len(tests)} tests and {len(names)} entry points; they must be one to one"
             )
-        golds = [read_tests(value, name or None) for value, name in zip(tests, names, strict=True)]
+        golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
         programs = [program_text(completion_text(completion)) for completion in completions]
         keys = [(program, repr(gold)) for program, gold in zip(programs, golds, strict=True)]
         wanted: dict[tuple[str, str], tuple[str, Tests]] = {
-            key: (program, gold) for key, program, gold in zip(keys, programs, golds, strict=True) if gold is not None
+            key: (program, gold)
+            for key, program, gold in zip(keys, programs, golds, strict=True)
+            if isinstance(gold, Tests)
         }
         if wanted:
             self._say_what_is_in_force()
         found = self._judge.judge(list(wanted.values()), stop_early=self.score == "all")
         verdicts = dict(zip(wanted, found, strict=True))
-        trials = [verdicts.get(key, _UNUSABLE) for key in keys]
+        trials = [verdicts[key] if isinstance(gold, Tests) else gold for key, gold in zip(keys, golds, strict=True)]
         self.counts.update(_word(trial) for trial in trials)
         return trials
 
@@ -158,6 +159,13 @@ class CodeReward:
     def close(self) -> None:
         """End the worker processes now (they also end with this object and at exit)."""
         self._judge.close()
+
+
+def _tests_or_why(value: Any, entry_point: str | None) -> Tests | Trial:
+    try:
+        return read_tests(value, entry_point)
+    except ValueError as error:
+        return Trial(0, 0, "unusable", str(error))
 
 
 def _word(trial: Trial) -> str:

@@ -1,4 +1,4 @@
-"""The text of a completion, whichever of TRL's two shapes it comes in."""
+"""The text of a completion or a prompt, whichever of TRL's two shapes it comes in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def completion_text(completion: Any) -> str:
     raise ValueError(
         f"a completion must be a string or a list of message dicts; got {type(completion).__name__}: {completion!r:.200}"
     )
+
+
+def prompt_text(prompt: Any) -> str:
+    """A plain string as it is; of a message list all that is said in it."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(_content_text(message.get("content")) for message in prompt or ())
 
 
 def _content_text(content: Any) -> str:

@@ -22,7 +22,6 @@ with the reason where these cannot be whole groups. Source: ours (asked for in t
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from typing import Any, ClassVar, Literal, cast
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.declaration import check_requires, refuse_waiting
 from grpo_lab.rewards.local_groups import local_group_sizes
+from grpo_lab.verifiers.correct import checked_scores
 
 __all__ = ["Group", "GroupReward", "Scope", "scope_of", "score_groups"]
 
@@ -135,7 +135,8 @@ class GroupReward(ABC):
             prompts = [group.prompt] * len(group)
             ids = group.completion_ids  # TRL hands them to every reward
             said = group.completions if group.messages is None else group.messages
-            return list(self.sources[name](prompts=prompts, completions=said, completion_ids=ids, **group.columns))
+            values = self.sources[name](prompts=prompts, completions=said, completion_ids=ids, **group.columns)
+            return checked_scores(values, len(group), f"reward {name!r} (`sources` of {self.name})")
         raise ValueError(
             f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. Add it to "
             f"`reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no reward the "
@@ -188,13 +189,10 @@ def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bo
     """
     flat: Values = []
     for group in groups:
-        scores = [None if score is None else float(score) for score in reward.score_group(group)]
-        if len(scores) != len(group):
-            raise ValueError(f"{reward.name} gave {len(scores)} values for a group of {len(group)} completions")
-        bad = [score for score in scores if score is not None and math.isinf(score)]
-        if bad and not keep_infinite:
-            raise ValueError(f"{reward.name} gave {bad[0]}; a reward is a finite number, or None for unscorable")
-        flat += scores
+        scores = reward.score_group(group)
+        flat += checked_scores(
+            scores, len(group), f"group reward {reward.name!r} (`reward_funcs`)", infinite=keep_infinite
+        )
     return flat
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from grpo_lab.verifiers.correct import as_number
+
 StepScores = list[tuple[int, float | None]]
 
 
@@ -73,8 +75,8 @@ def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
     """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too)."""
     try:
         end, score = step
-        value = None if score is None else float(score)
-    except (TypeError, ValueError) as error:
+        value = as_number(score)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the score a finite "
             "number or None"

@@ -12,8 +12,9 @@ Every pattern here looks a bounded number of words ahead.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
-from grpo_lab.verifiers.quantity import is_value_word, read_quantity
+from grpo_lab.verifiers.quantity import exact_value, is_value_word, read_quantity
 
 _NOT_A_UNIT = (
     r"(?:because|since|as|so|which|that|if|when|while|after|before|for|from|with|by|than|is|are|was|equals?|and|or|to|of|in"
@@ -41,6 +42,18 @@ _VERB = re.compile(r"\b(?:is|are|equals|was)\b:?|=|:")
 _LIST = re.compile(
     r"(?:\s+[^\W\d_]{1,20}){1,2}(?:\s*,\s*(?:and\s+)?\d[\d,.]*(?:\s+[^\W\d_]{1,20}){1,2}){1,8}\s*\.?\s*$"
 )
+
+_SCALE = "dozen|hundred|thousand|million|billion|trillion|lakh|crore|gross|score|half|halve"
+_ASKED = re.compile(
+    rf"\bhow many (?:[a-z]+ ){{0,2}}?({_SCALE})s?(?![\w-])|\b(?:how much|how many|what)\b[^.?!]{{0,200}}?\bin ({_SCALE})s(?![\w-])",
+    re.IGNORECASE,
+)
+
+
+def asked_unit(question: str) -> Fraction | None:
+    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands of dollars, …?`; else None."""
+    found = _ASKED.search(question)
+    return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
 
 
 def whole_number(text: str, start: int, end: int) -> int:

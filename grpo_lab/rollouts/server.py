@@ -11,17 +11,16 @@ import ctypes
 import ipaddress
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from grpo_lab.rollouts.engine import EngineOptions, runs_on_cpu
+from grpo_lab.rollouts.leftovers import own_folder
 from grpo_lab.rollouts.server_access import HOSTS_VARIABLE, LIMIT_VARIABLE
 from grpo_lab.rollouts.server_talk import wait_until_ready
 from grpo_lab.rollouts.server_token import VARIABLE, Token, of_server
@@ -30,6 +29,7 @@ HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.rollouts.server_worker.WeightLoading"
 GUARD = "grpo_lab.rollouts.server_entry.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+SOCKETS_PREFIX = "grpo-lab-sockets-"
 #: a second token, and unpickling what is sent
 NOT_OURS = ("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 #: of the trainer that starts a server, and not for it
@@ -178,7 +178,7 @@ class Server:
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
         self.token: Token | None = None
-        self._sockets: Path | None = None
+        self._until_stopped = ExitStack()
 
     def start(self) -> Server:
         """Start the process and wait until it is healthy. Its token's file is there before it is."""
@@ -193,11 +193,11 @@ class Server:
 
     def _start(self, token: str) -> None:
         command = server_command(self.options, on_cpu=runs_on_cpu())
-        self._sockets = Path(tempfile.mkdtemp(prefix="grpo-lab-", dir=os.environ.get(SOCKETS_VARIABLE)))  # mode 0700
+        sockets = self._until_stopped.enter_context(own_folder(SOCKETS_PREFIX, os.environ.get(SOCKETS_VARIABLE)))
         with nullcontext() if self.log is None else self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=server_environment(self.options, token, str(self._sockets)),
+                env=server_environment(self.options, token, str(sockets)),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -212,8 +212,7 @@ class Server:
             self.token.forget()
         if self.process is not None:
             self._end(self.process, grace)
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        self._until_stopped.close()
 
     def _end(self, process: subprocess.Popen[bytes], grace: float) -> None:
         for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):

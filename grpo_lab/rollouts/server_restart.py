@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.atomic import no_link
 from grpo_lab.rollouts.server import OF_ANOTHER_RUN, end_with_parent
 from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused
 from grpo_lab.rollouts.server_token import VARIABLE
@@ -62,7 +63,7 @@ class Restart:
         self.stop()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_RUN}
-        with self.log.open("ab") as output:
+        with open(self.log, "ab", opener=no_link) as output:
             output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(self.words)}\n".encode())
             output.flush()
             self.process = subprocess.Popen(

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from grpo_lab.rollouts.leftovers import hold, remove_left
+
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
 SHORTEST = 20
@@ -95,6 +97,7 @@ def of_server(base_url: str, named: Path | None) -> Token:
         return Token(_long(plain(os.environ[VARIABLE], VARIABLE), VARIABLE))
     token = Token(secrets.token_urlsafe(32), default_file(base_url) if named is None else named, made=True)
     assert token.file is not None
+    remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
     write(token.file, token.value)
     return token
 
@@ -127,6 +130,8 @@ def write(file: Path, token: str) -> None:
     try:
         with os.fdopen(opened, "w", encoding="ascii") as text:
             text.write(token + "\n")
+        with contextlib.suppress(OSError):  # a file system without locks
+            hold(partial)  # as long as this process lives
         os.replace(partial, file)
     except BaseException:
         os.unlink(partial)

@@ -7,26 +7,19 @@ plus `SHARD_BYTES` while writing. No pickle is involved: safetensors holds tenso
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_lab.rollouts.leftovers import own_folder
 from grpo_lab.rollouts.sync import WeightSyncError
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "grpo-lab-weights-"
 SHARD_BYTES = 2 * 1024**3
-#: seconds: a folder that was just made may not have its lock yet
-YOUNG = 60.0
 
 
 def write_shards(named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
@@ -75,32 +68,6 @@ def trusted_folder(name: str) -> Path:
     return folder
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder in shared memory for the time of the block. A process that is killed in one leaves a copy of its model in the machine's
-    memory: that goes when the next folder is made, by anybody of the same user. The lock says whose process lives."""
-    for left in SHARED_MEMORY.glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError), _locked(left):  # BlockingIOError where it lives
-            if time.time() - left.stat().st_mtime > YOUNG:
-                shutil.rmtree(left)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHARED_MEMORY))
-    try:
-        with _locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 class WeightCourier:
     """Brings the trainer's weights to a server started with `grpo_lab.rollouts.server_worker.WeightLoading`.
 
@@ -115,7 +82,7 @@ class WeightCourier:
 
     def try_shared_memory(self) -> None:
         """ValueError where the server's workers do not see this process's shared memory."""
-        with shared_folder() as folder:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             reports = self._call("grpo_lab_sees", folder=str(folder))
         if not all(report.get("sees") is True for report in reports):
             raise ValueError(
@@ -129,7 +96,7 @@ class WeightCourier:
         Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
         """
         self._version = ""  # a push that fails leaves the server with weights that are no longer the trainer's
-        with shared_folder() as folder:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             tensors = write_shards(named_params, folder)
             self.pushes += 1
             version = f"{self._name}-{self.pushes}"
@@ -167,7 +134,7 @@ class WeightCourier:
 
     def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
         """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
-        with shared_folder() as folder:
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
         for report in reports:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 #: how the names of fields begin that TRL does not know
 OURS = "grpo_lab."
@@ -83,4 +85,21 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
     return mask & fields["tool_mask"].bool() if "tool_mask" in fields else mask
 
 
-__all__ = ["EARLIER", "OURS", "POSITION_OFFSET", "Carried", "loss_mask"]
+def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Long ``[B]`` each: tokens of prompt and completion. A hole in a mask (a team's) counts: its tokens stand there, and nobody attends to them."""
+    return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
+
+
+def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
+    """bool ``[B]``: a mask of the row has a hole. TRL makes none, so its log-probs at generation are of the row without it."""
+    tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
+    return sum(row_lengths(fields)) != tokens
+
+
+def _reach(mask: Tensor) -> Tensor:
+    """Place of each row's last token, from 1 on; 0 where there is none."""
+    steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
+    return pad(steps * mask.bool(), (1, 0)).amax(1)
+
+
+__all__ = ["EARLIER", "OURS", "POSITION_OFFSET", "Carried", "has_hole", "loss_mask", "row_lengths"]

@@ -23,11 +23,7 @@ _FIRST_ROWS = 64
 
 @dataclass(frozen=True)
 class Given:
-    """What goes on to TRL's constructor, and what was read from it.
-
-    Args:
-        team: names of the methods of ``LabTrainer`` that the class at hand (a team's) overrides.
-    """
+    """What goes on to TRL's constructor, and what was read from it."""
 
     reward_funcs: list[Any]
     args: LabConfig
@@ -35,7 +31,6 @@ class Given:
     environment_factory: Any
     algorithm: Algorithm
     settings: LabSettings
-    team: frozenset[str]
 
 
 def given(
@@ -57,11 +52,9 @@ def given(
     Raises:
         ValueError: what was seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration.
     """
-    team = overridden(cls, base)
     args = with_class_parts(cls, model, args)
-    reward_funcs, environment_factory = with_environment_rewards(
-        cls, reward_funcs, environment_factory, "declared_rewards" in team
-    )
+    completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
+    reward_funcs, environment_factory = with_environment_rewards(cls, reward_funcs, environment_factory, completes)
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
     reward_funcs = without_environment_rewards(reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
@@ -74,7 +67,7 @@ def given(
     check_sampling_correction(args)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
-    return Given(reward_funcs, args, rows, environment_factory, algorithm, settings, team)
+    return Given(reward_funcs, args, rows, environment_factory, algorithm, settings)
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
@@ -87,13 +80,4 @@ def warm_up(reward_funcs: Any, rows: Any) -> None:
             reward.warm_up(rows[:_FIRST_ROWS]["solution"])
 
 
-def overridden(cls: type, base: type) -> frozenset[str]:
-    """Names of ``base`` that ``cls`` has another definition of."""
-    return frozenset(
-        name
-        for name, ours in vars(base).items()
-        if next(vars(kind)[name] for kind in cls.__mro__ if name in vars(kind)) is not ours
-    )
-
-
-__all__ = ["Given", "given", "overridden"]
+__all__ = ["Given", "given"]

@@ -14,6 +14,7 @@ through all files. Public hooks for team code: ``compute_advantages`` and ``toke
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ from grpo_lab.trainer.scoring.reward_table import correctness
 from grpo_lab.trainer.scoring.stages import record, rewards_of_all, score
 from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
 from grpo_lab.trainer.step.exact_update import ExactUpdate
+from grpo_lab.trainer.step.guard import with_lost_loss
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
@@ -90,7 +92,7 @@ class LabTrainer(GoingOn):
     ) -> None:
         data, rollout = (train_dataset, eval_dataset), (environment_factory, rollout_func)
         found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
-        self.lab_settings, self.algorithm, self._team = found.settings, found.algorithm, found.team
+        self.lab_settings, self.algorithm = found.settings, found.algorithm
         means = TrlBook if self.lab_settings.objective is None else MetricBook
         self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
@@ -169,9 +171,14 @@ class LabTrainer(GoingOn):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> Any:
+        training = self.model.training
         generated = super()._generate_single_turn(
             prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
+        if (
+            self.model.training is not training
+        ):  # transformers' continuous batching leaves training mode, in an evaluation, too
+            self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
             self.parts.sync_proof.prove(prompt_ids)
         return generated
@@ -184,9 +191,11 @@ class LabTrainer(GoingOn):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
+            self.parts.before_generation(self.model.training)
             scored = self._generate_and_score(inputs)
-            if self.model.training and self.lab_settings.update.dead_groups == "resample":
+            if self.model.training:
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
+                self.parts.prompts.record(self.recorder.book())
             made = valued(self, penalise(self, scored, self.parts.kl))
             put_advantages(self, made, credited(self, made, row_advantages(self, made)))
             scored.forwards.mark(scored.batch)
@@ -194,11 +203,9 @@ class LabTrainer(GoingOn):
 
     def _generate_and_score(self, inputs: Any) -> Scored:
         """One generation: completions and their rewards."""
-        self.parts.before_generation(self.model.training)
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            rewarded, book = scored.rewarded, self.recorder.book("train")
-            self.parts.prompts.record(rewarded.rows, correctness(rewarded.table, self.reward_funcs), book)
+            self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
         return scored
 
     def _group_size(self) -> int:
@@ -212,13 +219,10 @@ class LabTrainer(GoingOn):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        training = self.model.training and not return_outputs
-        if training and self.loss_is_ours:
-            return self.parts.guard.seen(self.parts.update.loss(model, inputs))
-        if training:
-            self.parts.update.left_alone(inputs)
-        loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return self.parts.guard.seen(loss) if training else loss
+        trls = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs or not self.model.training:
+            return trls()  # type: ignore[no-any-return]
+        return self.parts.guard.seen(self.parts.update.loss(model, inputs, trls), inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
@@ -236,10 +240,9 @@ class LabTrainer(GoingOn):
         return self.recorder.book(mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = self._mode()
-        for name, value in self.recorder.book(mode).read().items():
-            self._metrics[mode][name] = [value]
-        super().log(logs, start_time)
+        means = self.recorder.book().read()
+        self._metrics[self._mode()].update({name: [value] for name, value in means.items()})
+        super().log(with_lost_loss(logs, means), start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
@@ -272,17 +275,12 @@ class LabTrainer(GoingOn):
     @property
     def replaces_trls_advantages(self) -> bool:
         """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
-        return self.algorithm.advantage is not None or "compute_advantages" in self._team
-
-    @property
-    def loss_is_ours(self) -> bool:
-        """Whether the loss is this package's; False where a team's ``_compute_loss`` makes it (then nothing is left out)."""
-        return "_compute_loss" not in self._team
+        return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
 
     @property
     def team_overrides_token_loss(self) -> bool:
-        """Whether a team's subclass replaces the hook ``token_loss``."""
-        return "token_loss" in self._team
+        """Whether a team replaces the hook ``token_loss``."""
+        return trl_bridge.teams(self, "token_loss") is not None
 
     @property
     def phase(self) -> Phase:

@@ -61,10 +61,10 @@ class Parts:
     def __init__(self, trainer: Any, given: Given) -> None:
         check_requires(trainer)
         algorithm = given.algorithm
-        check_critic(algorithm.value, given.team, (trainer.optimizer, None))
+        check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
         kl = None if algorithm.objective is None else algorithm.objective.kl_in_reward
-        own_hook = "compute_advantages" in given.team
+        own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
         trainer.rollout_func = thinking_rollout(trainer, given.settings.rollout, given.environment_factory)
         self.prompts = PromptOrder(given.settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
@@ -89,7 +89,7 @@ class Parts:
             if self.guard.faults is not None:
                 made_by = trainer.vllm_generation
                 (made_by if trainer.vllm_mode == "server" else made_by.llm).on_fault = self.guard.engine_fault
-            check_training_prompts(trainer, "_tokenize_prompts" in given.team)
+            check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
 
     def _call_back(self, trainer: Any) -> None:
         trainer.add_callback(self.stop)
@@ -108,7 +108,7 @@ class Parts:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation needs them."""
+        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it takes."""
         self.weight_schedules.apply()
         if training:
             self.guard.before_generation()

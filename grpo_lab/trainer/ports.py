@@ -39,13 +39,13 @@ class Phase:
     done: int = 0
 
     @staticmethod
-    def of(trainer: Any, done: int | None = None) -> Phase:
+    def of(trainer: Any) -> Phase:
         args = trainer.args
         return Phase(
             int(args.steps_per_generation),
             int(trainer.num_iterations),
             int(args.gradient_accumulation_steps),
-            int(trainer._step if done is None else done),
+            int(trainer._step),
         )
 
     @property
@@ -89,51 +89,62 @@ OF_BATCH = ("reward", "log_prob", "advantage")
 class Faults:
     """What was not finite in the generation batches of this rank, for the guard of the optimizer step (``step.guard``).
 
-    Args:
-        phase: where in a generation batch the run is.
+    Generation batches are counted here: what is made between two micro-batches is one (TRL's ``_step`` stands still where a
+    subclass writes ``training_step`` by itself).
 
     Attributes:
-        ends: kind (``OF_BATCH``) → number of the micro-batch from which on no bad batch is trained on; 0: none was bad.
+        batch: number of the batch at hand; 0: none was made yet.
+        bad: kinds (``OF_BATCH``) of what is not finite in it.
+        step: micro-batches of the optimizer step at hand.
+        of_step: kind → number of the latest bad batch that one of them is of.
         said: what was found in the batch at hand, one sentence each.
         names: the rewards, in the order of ``rewards``.
         infinite: row of all and column of a reward → ±inf, until the rows are ``scored``.
         rewards: ``row_key`` of prompt and completion → rewards of the rows that have them, of the batch at hand.
     """
 
-    def __init__(self, phase: Callable[[], Phase]) -> None:
-        self._phase = phase
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """A training begins."""
-        self.ends = dict.fromkeys(OF_BATCH, 0)
+        self.batch, self.bad, self._trained_on = 0, set[str](), True
         self.said: list[str] = []
+        self.end_step()
         self.names: tuple[str, ...] = ()
         self.rewards: dict[int, list[list[float]]] = {}
         self.infinite: dict[tuple[int, int], float] = {}
-        self._batch = -1
+
+    def end_step(self) -> None:
+        """An optimizer step is taken, or left out."""
+        self.step: list[dict[str, Any]] = []
+        self.of_step: dict[str, int] = {}
+
+    def trained_on(self, inputs: dict[str, Any]) -> None:
+        """A micro-batch of the batch at hand was."""
+        self._trained_on = True
+        self.step.append(inputs)
+        self.of_step |= dict.fromkeys(self.bad, self.batch)
 
     def found(self, kind: str, sentence: str) -> None:
         """The batch that is being made holds something of ``kind`` that is not finite."""
-        self._turn_over()
-        phase = self._phase()
-        self.ends[kind] = phase.start + phase.every
+        self.generation()
+        self.bad.add(kind)
         self.said.append(sentence)
 
     def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]], first: int = 0) -> None:
         """This rank's rows, from number ``first`` of all, and their rewards; infinite ones as they were."""
-        self._turn_over()
+        self.generation()
         self.names = names
         for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):
             whole = [self.infinite.get((number, column), value) for column, value in enumerate(row)]
             self.rewards.setdefault(key, []).append(whole)
         self.infinite = {}
 
-    def _turn_over(self) -> None:
-        """What was said of an earlier generation batch goes; the rounds of one batch (``resample``) stay together."""
-        start = self._phase().start
-        if self._batch != start:
-            self._batch, self.said, self.rewards = start, [], {}
+    def generation(self) -> None:
+        """What was said of an earlier batch goes; the rounds of one batch (``resample``) stay together."""
+        if self._trained_on:
+            self.batch, self.bad, self._trained_on, self.said, self.rewards = self.batch + 1, set(), False, [], {}
 
 
 def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
@@ -258,9 +269,6 @@ class StepPort(Protocol):
 
     @property
     def team_overrides_token_loss(self) -> bool: ...
-
-    @property
-    def loss_is_ours(self) -> bool: ...
 
     @property
     def replaces_trls_advantages(self) -> bool: ...

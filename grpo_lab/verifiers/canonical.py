@@ -245,6 +245,7 @@ TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
 _GROUP_OF_TEXT = re.compile(TEXT_GROUP)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]+")
+_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
 _FUNCTIONS_WORDS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
     "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
@@ -260,7 +261,8 @@ _SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
     bare = _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text))
-    return [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS and _is_language(word)]
+    names = [] if r"\begin" in text else _NAME_WITH_AND.findall(bare)
+    return names + [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS and _is_language(word)]
 
 
 def _is_language(word: str) -> bool:

@@ -34,6 +34,7 @@ _UNIT_NAME = re.compile(r"\\Omega|[A-Za-zµμ]+")
 _LETTER_UNITS_WORDS = "N V J W K C F A T L m s h g Hz Pa per"
 _LETTER_UNITS = frozenset(_LETTER_UNITS_WORDS.split())
 _RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _JOINT = re.compile(
     r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])[^{}]*\}"
@@ -48,10 +49,10 @@ _WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$
 MANY = "several answers beside one"
 
 
-def in_figures(text: str, letters: bool = False) -> str:
+def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -> str:
     r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`; others as they are.
 
-    `letters`: also `5k` -> `5000`, where no variable can be meant.
+    `letters`: also `5k` -> `5000`, where no variable can be meant. `unit`: what is counted in, `7 dozen` -> `7` in dozens.
     """
     flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
     share = _share(flat)
@@ -70,7 +71,7 @@ def in_figures(text: str, letters: bool = False) -> str:
     number = flat[: found.end]
     if found.percent:
         return text if text.endswith(r"\%") and _is_latex(number) else in_digits(found.value) + r"\%"
-    return text if _is_latex(number) else in_digits(found.value)
+    return text if _is_latex(number) else in_digits(found.value / unit)
 
 
 def _with_spaces(group: re.Match[str]) -> str:
@@ -125,6 +126,8 @@ def _percents(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _nearer(percent: str, other: Fraction | None) -> str | None:
+    if other is not None and other.denominator == 1 and abs(other) > 1:
+        return percent  # nobody writes 3 as 300%, but for whom 300% of something was asked
     value = exact_value(percent)
     if value is None or other is None:
         return None
@@ -137,7 +140,7 @@ def _last_side(answer: str) -> str:
 
 def _beside_number(gold: str, answer: str) -> str:
     """The gold is one plain number; read `x = 18` as 18, `12,5` as 12.5 and `20 km/h` as 20. Lists stay lists."""
-    if "," not in answer and "=" in answer and len(parts_of(answer)) < 2:
+    if "," not in _THOUSANDS.sub("", answer) and "=" in answer and len(parts_of(answer)) < 2:
         right = _RIGHT_SIDE.split(answer)[-1].strip()
         answer = _percents(gold, in_figures(canonical(right), letters=True))[1]
     answer = _without_compound_unit(answer, letters=True)

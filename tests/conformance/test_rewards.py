@@ -26,8 +26,8 @@ from grpo_lab.rewards import (
     ThinkFormatReward,
 )
 
-LIMIT_S = 120.0
-"""For all hostile texts together, on a busy two-core machine. Each comparison of answers has a limit of its own."""
+LIMIT_S = 600.0
+"""For all hostile texts together, on a machine that is busy with something else. Each comparison of answers has a limit of its own."""
 
 
 @dataclass(frozen=True)

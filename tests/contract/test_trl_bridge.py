@@ -172,6 +172,13 @@ def test_hfs_loop_has_the_norm_before_the_step_and_asks_whether_it_was_skipped()
     assert loop.count(order[0]) == loop.count(order[1]) == 1
 
 
+def test_hfs_step_runs_the_backward_of_what_compute_loss_returns() -> None:
+    """So that a team that asks ``super().training_step`` cannot change a loss between the two, and TRL's own step asks HF's."""
+    step = inspect.getsource(Trainer.training_step)
+    assert step.index("loss = self.compute_loss(") < step.index("self.accelerator.backward(loss, **kwargs)")
+    assert "super().training_step(model, inputs, num_items_in_batch)" in inspect.getsource(GRPOTrainer.training_step)
+
+
 def test_only_public_modules_of_trl_are_imported() -> None:
     """``from trl import …`` everywhere; the exceptions are written down here."""
     known = {

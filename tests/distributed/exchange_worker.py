@@ -42,6 +42,9 @@ def micro_batch(draw: random.Random, rows: int, kind: int, place: int) -> dict[s
         "advantages": torch.randn(rows) * torch.tensor([draw.random() < 0.6 for _ in range(rows)]),
         "num_items_in_batch": torch.tensor(7),
     }
+    if kind % 4 > 1:  # holes, where a team has taken tokens out of a mask
+        for mask in (batch["completion_mask"], batch["prompt_mask"][:, :-1]):
+            mask *= torch.rand(mask.shape) < 0.7
     if kind % 2:
         batch["tool_mask"] = inside.long() * torch.randint(0, 2, (rows, long))
         batch["old_per_token_logps"] = torch.randn(rows, long)
@@ -91,6 +94,8 @@ def check(case: int, accelerator: Any) -> int:
             assert bits(found.input_ids[real]) == bits(expected.input_ids[real]), case
             for name in ("labels", "position_ids", "take", "loss_mask"):
                 assert bits(getattr(found, name)) == bits(getattr(expected, name)), (case, name)
+            seen = [of.attention_mask for of in (found, expected)]
+            assert seen == [None, None] or bits(seen[0]) == bits(seen[1]), case
             for name, value in expected.fields.items():
                 assert bits(found.fields[name]) == bits(value), (case, name)
             made.append(
@@ -124,8 +129,12 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
     per_row = {name for name, value in window[0].items() if isinstance(value, Tensor) and value.shape[:1] == (count,)}
     names = per_row - {"num_items_in_batch", "prompt_mask", POSITION_OFFSET}
     table = {
-        "prompts": [int(n) for batch in window for n in batch["prompt_mask"].sum(1)],
-        "completions": [int(n) for batch in window for n in batch["completion_mask"].sum(1)],
+        "prompts": [len(row) - row.index(1) for batch in window for row in batch["prompt_mask"].tolist()],
+        "completions": [
+            max([0, *(place for place, own in enumerate(row, 1) if own)])
+            for batch in window
+            for row in batch["completion_mask"].tolist()
+        ],
         "widths": {name: max(batch[name].size(1) for batch in window) for name in names if window[0][name].dim() > 1},
     }
     ranks = gather_object([table])

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import psutil
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.distributed import TCPStore
 
-import warm
+import forked
+from forked import PATHS, ROOT, end_with_children
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 RECIPES = ROOT / "recipes" / "accelerate"
-PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+ON_CPUS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
+LIMIT_S = 1800.0
+"""Of a launch, on a machine that is busy with something else."""
 
 
 @dataclass(frozen=True)
@@ -44,59 +49,66 @@ class World:
         return [row for row in self.report(name)["history"] if "loss" in row]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def launcher(config: Path, processes: int, python: str = sys.executable) -> list[str]:
+def launcher(config: Path, processes: int) -> list[str]:
     """The launcher's words; the script and its own words follow."""
-    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [
         *command, "--num_processes", str(processes), "--main_process_port", str(free_port()), "--mixed_precision", "no",
     ]  # fmt: skip
 
 
-def accelerate_launch(
-    config: Path, processes: int, words: Sequence[str], timeout: float, cold: bool = False, **more: str
-) -> str:
+def accelerate_launch(config: Path, processes: int, words: Sequence[str], cold: bool = False, **more: str) -> str:
     """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
 
-    The launcher and its ranks are forks of a process that has imported everything (:mod:`warm`); ``cold``: each imports for itself.
+    The ranks are forks of a process that has imported everything (:mod:`forked`), in the environment that accelerate's launcher gives
+    them; ``cold``: the launcher itself, and every rank imports for itself.
 
     ``config`` may be one of the recipes: their number of processes, port and precision are overridden, and
     ``ACCELERATE_USE_CPU`` makes every process a CPU rank. On an error every process below the launcher ends with it: a worker that
     hangs in a collective would outlive it, in a process group of its own, too.
     """
-    alike = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS}
-    started = subprocess.Popen(
-        [*launcher(config, processes, sys.executable if cold else warm.python()), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **alike, **more},
-        start_new_session=True,
-    )
-    try:
-        output, _ = started.communicate(timeout=timeout)
-    except BaseException:
-        end_with_children(started.pid)
-        output, _ = started.communicate()
-        print(output[-4000:])
-        raise
-    assert started.returncode == 0, output[-6000:]
+    environment = {**os.environ, **ON_CPUS, **more}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder) / "printed"
+        printed.touch()
+        try:
+            if cold:
+                code = cold_launch([*launcher(config, processes), *words], printed, environment)
+            else:
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                ranks = of_ranks(config, processes, environment, store.port)
+                code = forked.finish([forked.start(words, (printed, printed), of_rank) for of_rank in ranks], LIMIT_S)
+        finally:
+            output = printed.read_text(errors="replace")
+            print(output[-4000:])
+    assert code == 0, output[-20_000:]
     return output
 
 
-def end_with_children(pid: int) -> None:
-    """Kill a process and all that it started, whatever groups and sessions they made. Parents first: none starts another one."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        top.suspend()
-        for process in [top, *top.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+def of_ranks(config: Path, processes: int, environment: Mapping[str, str], port: int) -> list[dict[str, str]]:
+    """Each rank's environment, as ``accelerate launch`` and torchrun make it (``test_launch_ends`` compares)."""
+    with mock.patch.dict(os.environ, environment):
+        asked = launch_command_parser().parse_args([*launcher(config, processes)[3:], "script"])
+        asked, *_ = _validate_launch_command(asked)
+        if not (asked.multi_gpu or asked.use_fsdp):
+            return [prepare_simple_launcher_cmd_env(asked)[1]]
+        alike = prepare_multi_gpu_env(asked)
+    alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    alike |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [{**alike, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def cold_launch(command: Sequence[str], printed: Path, environment: Mapping[str, str]) -> int:
+    with printed.open("w") as output:
+        started = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        return started.wait(LIMIT_S)
+    finally:
+        if started.poll() is None:
+            end_with_children(started.pid)
+            started.wait()
 
 
 def train_cases(
@@ -106,7 +118,6 @@ def train_cases(
     runs: list[dict[str, Any]],
     config: str = "ddp",
     before: Sequence[str] = (),
-    timeout: float = 900,
     cold: bool = False,
     **more: str,
 ) -> World:
@@ -114,5 +125,5 @@ def train_cases(
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
     words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]
-    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, timeout=timeout, cold=cold, **more)
+    accelerate_launch(RECIPES / f"{config}.yaml", processes, words, cold=cold, **more)
     return World(processes, out)

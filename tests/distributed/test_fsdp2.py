@@ -16,7 +16,7 @@ from distributed.launch import World
 from distributed.test_ranks import FEW, first_weights, logged_gaps, relative_difference, rounding
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 cases = pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 
 

@@ -17,7 +17,7 @@ from distributed.launch import World
 from grpo_lab.rewards import kimi_length_reward
 from tolerance import two_walks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 SPREAD = ("group-split", "group-scattered")
 KIMI, TEAM = 1, 2  # columns of the reward table; 0 is the correctness
 WEIGHT = 0.5

@@ -14,14 +14,14 @@ from distributed.guard_worker import EACH, STEPS
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from grpo_lab.trainer.step.bad_step import read_bad_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_one_ranks_nan_is_everybodys(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
     words = [*before, str(HERE / "guard_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words, timeout=300)
+    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for report in reports:
         assert report["moved"] == [step not in EACH for step in range(1, STEPS + 1)]

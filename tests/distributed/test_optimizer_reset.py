@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def test_empty_after_each_iteration_on_both_ranks(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []
     words = [*before, str(HERE / "optimizer_reset_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words, timeout=300)
+    accelerate_launch(RECIPES / f"{sharding}.yaml", 2, words)
     alone = Entries()
     length = KimiLengthReward(0.5, warmup_steps=2, correctness="parity_reward")
     one = train(

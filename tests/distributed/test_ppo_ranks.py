@@ -36,8 +36,8 @@ def test_final_weights_and_a_resume(ranks: int, recipe: str, tiny_folder: Path, 
         ppo_oracle.critic_folder(tmp_path / f"critic-{kind}", kind)
     before = [str(HERE / name) for name in BEFORE.get(recipe, [])]
     words = [*before, str(HERE / "ppo_worker.py"), str(tiny_folder), str(tmp_path)]
-    more = ON_CPUS if recipe.startswith("zero") else {}
-    accelerate_launch(RECIPES / f"{recipe}.yaml", ranks, words, timeout=300, **more)
+    zero = recipe.startswith("zero")
+    accelerate_launch(RECIPES / f"{recipe}.yaml", ranks, words, cold=zero, **(ON_CPUS if zero else {}))
     eos = AutoTokenizer.from_pretrained(tiny_folder).eos_token_id
     for kind in ppo_oracle.KINDS:
         report = json.loads((tmp_path / f"{kind}.json").read_text())

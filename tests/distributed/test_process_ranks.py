@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_final_weights(ranks: int, tiny_folder: Path, tmp_path: Path) -> None:
     config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")
-    accelerate_launch(config, ranks, [str(HERE / "process_worker.py"), str(tiny_folder), str(tmp_path)], timeout=300)
+    accelerate_launch(config, ranks, [str(HERE / "process_worker.py"), str(tiny_folder), str(tmp_path)])
     start = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).state_dict()
     for update in UPDATES:
         report = json.loads((tmp_path / f"{update}.json").read_text())

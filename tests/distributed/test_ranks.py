@@ -17,7 +17,7 @@ from distributed.launch import World
 from parity.harness import ONE_ROW_IN_A_HUNDRED
 from tolerance import loss_gap, metric_gap, movement_gap, two_walks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 SEVERAL = (2, 4)
 cases = pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 

@@ -63,7 +63,7 @@ def run(kind: str, start: Path, out: Path, *flags: str, **changes: Any) -> str:
     (out / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []
     words = [*before, str(ROOT / "scripts" / "train.py"), "--config", str(out / "recipe.yaml"), *flags]
-    return accelerate_launch(RECIPES / f"{kind}.yaml", 2, words, timeout=300, cold=kind == "ddp")
+    return accelerate_launch(RECIPES / f"{kind}.yaml", 2, words, cold=kind == "ddp")
 
 
 def logged(out: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from distributed.test_real_run import check, logged, run
 from distributed.test_real_run import start as start
 from grpo_lab.rollouts.proof import tolerance_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

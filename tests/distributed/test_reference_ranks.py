@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_two_ranks(config: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if config == "fsdp2" else []
     words = [*before, str(HERE / "reference_worker.py"), str(tiny_folder), str(tmp_path)]
-    accelerate_launch(RECIPES / f"{config}.yaml", 2, words, timeout=300)
+    accelerate_launch(RECIPES / f"{config}.yaml", 2, words)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for report in ranks:
         assert report["fsdp2"] is (config == "fsdp2")

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def reports(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("resume")
-    accelerate_launch(
-        RECIPES / "ddp.yaml", 2, [str(HERE / "resume_worker.py"), str(tiny_folder), str(out)], timeout=300
-    )
+    accelerate_launch(RECIPES / "ddp.yaml", 2, [str(HERE / "resume_worker.py"), str(tiny_folder), str(out)])
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

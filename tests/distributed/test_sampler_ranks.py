@@ -29,7 +29,7 @@ def sampled_worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def launch(processes: int, model: Path, out: Path) -> dict[str, Any]:
     args = {"per_device_train_batch_size": 4 // processes}
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "args": args}))
-    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(WORKER), str(out / "spec.json")], timeout=600)
+    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(WORKER), str(out / "spec.json")])
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     return report
 

@@ -21,7 +21,7 @@ def worlds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for processes in (1, 2):
         found[processes] = tmp_path_factory.mktemp(f"scoring{processes}")
         words = [str(HERE / "scoring_worker.py"), str(tiny_folder), str(found[processes])]
-        accelerate_launch(RECIPES / "ddp.yaml", processes, words, 400)
+        accelerate_launch(RECIPES / "ddp.yaml", processes, words)
     return found
 
 

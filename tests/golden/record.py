@@ -145,7 +145,7 @@ def run_in_world(processes: int, names: list[str], folder: Path) -> dict[str, An
     from distributed.launch import RECIPES, accelerate_launch
 
     out = folder / f"{processes}.json"
-    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(HERE / "record.py"), str(out), *names], timeout=600)
+    accelerate_launch(RECIPES / "ddp.yaml", processes, [str(HERE / "record.py"), str(out), *names])
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -15,7 +15,7 @@ import pytest
 from golden.record import RECORD, machine, run_all, run_in_world
 from golden.settings import SETTINGS, STEPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("golden")]
+pytestmark = pytest.mark.slow
 
 #: Of a value and of the terms it is a mean of (advantages, ratios and rewards here are of size 1): log-probs are rounded to
 #: float32 by TRL's head (6e-8 of a value of size ≤ 8, so 5e-7 in a single ratio), and hundreds of them are averaged.

@@ -49,6 +49,11 @@ def two_level_reward(completion_ids: list[list[int]], number: list[int], **_: An
     return [0.5 if n % 2 == 0 else (sum(ids) % 7) / 6.0 for n, ids in zip(number, completion_ids, strict=True)]
 
 
+def dead_batch_reward(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """Every group dead in the second and third step."""
+    return [0.5 if trainer_state.global_step in (1, 2) else value for value in spread_reward(completion_ids)]
+
+
 def logging_reward(completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
     log_extra("first_token", [ids[0] for ids in completion_ids])
     log_metric("first_token_mean", sum(ids[0] for ids in completion_ids) / len(completion_ids))
@@ -279,7 +284,8 @@ LOSS_OPTIONS = [
     Case("scale_rewards=batch", {"scale_rewards": "batch"}),
     Case("scale_rewards=none", {"scale_rewards": "none"}),
     Case("scale_rewards=False", {"scale_rewards": False}, plain=True),
-    Case("delta", {"delta": 1.1, "loss_type": "grpo", **TWICE}),
+    Case("delta", {"delta": 1.25, "loss_type": "grpo", **TWICE}),
+    Case("delta-within-the-clip", {"delta": 1.1, "loss_type": "grpo", **TWICE}, left_to_trl="delta=1.1"),
     Case("epsilon_high", {"epsilon": 0.05, "epsilon_high": 0.28, **TWICE}),
     Case("beta", {"beta": 0.1, **TWICE}, plain=True, slow=False),
     Case("beta-unweighted", {"beta": 0.1, "use_bias_correction_kl": False, **TWICE}),
@@ -294,6 +300,12 @@ LOSS_OPTIONS = [
     ),
     Case("off_policy_mask_threshold", {"off_policy_mask_threshold": 1e-3, **TWICE}, left_to_trl="off_policy"),
     Case("dead-groups", {}, rewards(two_level_reward), dead_rows=True, plain=True, slow=False),
+    Case("all-groups-dead", {"loss_type": "grpo"}, rewards(dead_batch_reward), slow=False),
+    Case(
+        "all-groups-dead-reused",
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 4},
+        rewards(dead_batch_reward),
+    ),
     Case(
         "dead-groups-clipped",
         {"loss_type": "grpo", "epsilon": 0.05, **TWICE},
@@ -320,6 +332,19 @@ MASKS = [
         "mask_truncated-almost-all",
         {"mask_truncated_completions": True, "max_completion_length": 3, "beta": 0.1},
         dead_rows=True,
+    ),
+    Case(
+        "mask_truncated-whole-micro-batches",
+        {
+            "mask_truncated_completions": True,
+            "max_completion_length": 3,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 4,
+            "loss_type": "grpo",
+            "max_steps": 6,
+        },
+        dead_rows=True,
+        slow=False,
     ),
     Case("env_mask", {"max_completion_length": 12, **TWICE}, feedback),
     Case(

@@ -99,3 +99,14 @@ def test_a_last_batch_that_is_not_full_is_warned_of(
     logged = next(row["eval_reward"] for row in found.history if "eval_reward" in row)
     assert len(seen) == rows * 2
     assert (logged == pytest.approx(sum(seen) / len(seen), rel=1e-6)) == (not told)
+
+
+@pytest.mark.slow
+def test_continuous_batching_leaves_an_evaluation_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers' engine puts the model into training mode: the evaluation's metrics lost their ``eval_``, its rows went to the update."""
+    blocks = {"num_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
+    engine = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": blocks}
+    changes = {**EVALUATED, **engine, "max_steps": 1, "num_iterations": 1, "max_completion_length": 3}
+    found = run(LabTrainer, tmp_path, models["text"], **changes)
+    assert sum("eval_reward" in row for row in found.history) == 1
+    assert {weight.dtype for weight in found.weights.values()} == {torch.float32}

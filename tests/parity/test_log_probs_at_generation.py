@@ -20,15 +20,13 @@ TWICE = {"num_iterations": 2, "max_steps": 2, "loss_type": "dr_grpo", "scale_rew
 
 
 class Recorder:
-    """The first generation batch of a run as TRL gets it, that batch as the loss left it, and what no-grad forwards compute."""
+    """The first generation batch of a run as the loss left it, and what no-grad forwards compute."""
 
     def __init__(self) -> None:
-        self.output: dict[str, Any] = {}
         self.left: list[dict[str, Any]] = []
         self.positions = 0
 
     def __call__(self, trainer: Any) -> None:
-        generate = trainer._generate_and_score_completions
         if isinstance(trainer, LabTrainer):
             trainer.exact_update.verdict.probe.why_stock()  # asked once a run; its forwards are not those of a generation batch
 
@@ -36,21 +34,16 @@ class Recorder:
             if not torch.is_grad_enabled():
                 self.positions += kwargs["input_ids"].numel()
 
-        def recorded(inputs: Any) -> dict[str, Any]:
-            output = generate(inputs)
-            if not self.output:
-                self.output = dict(output)
-            return output
-
-        trainer._generate_and_score_completions = recorded
         trainer.model.register_forward_pre_hook(count, with_kwargs=True)
 
 
-def both(tmp_path: Path, model: Path, dead_every: int = 3, **changes: Any) -> tuple[Recorder, Recorder]:
+def both(
+    tmp_path: Path, model: Path, dead_every: int = 3, lab: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Recorder, Recorder]:
     found = []
-    for kind, config in ((GRPOTrainer, GRPOConfig), (LabTrainer, LabConfig)):
+    for kind, config, own in ((GRPOTrainer, GRPOConfig, {}), (LabTrainer, LabConfig, lab or {})):
         recorder = Recorder()
-        args = config(**arguments(tmp_path, **{**TWICE, **changes}))
+        args = config(**arguments(tmp_path, **{**TWICE, **changes, **own}))
         run = train(kind, args, model, reward=mixed_reward(dead_every), prepare=recorder)
         recorder.left = run.trainer._buffered_inputs  # two steps: the only batch
         found.append(recorder)
@@ -91,17 +84,17 @@ def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
 
 def test_with_a_kl_term_all_rows_are_computed_without_padding(tmp_path: Path, tiny_folder: Path) -> None:
     stock, ours = both(tmp_path, tiny_folder, beta=0.1)
-    mask = ours.output["completion_mask"].bool()
-    reference = "ref_per_token_logps"
-    assert torch.allclose(ours.output[reference][mask], stock.output[reference][mask], rtol=0, atol=FLOAT32)
     for batch, theirs in zip(ours.left, stock.left, strict=True):
-        mask, old = batch["completion_mask"].bool(), "old_per_token_logps"
-        assert torch.allclose(batch[old][mask], theirs[old][mask], rtol=0, atol=FLOAT32)
+        mask = batch["completion_mask"].bool()
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            assert torch.allclose(batch[name][mask], theirs[name][mask], rtol=0, atol=FLOAT32)
     assert ours.positions == 0  # the policy's; the reference is a model of its own
 
 
 def test_no_live_row_is_no_trouble(tmp_path: Path, tiny_folder: Path) -> None:
-    _, ours = both(tmp_path, tiny_folder, dead_every=1, steps_per_generation=6, num_iterations=1)
+    """With an objective of ours: a drop-in computes these rows once for stock TRL's ``entropy``."""
+    lab = {"objective": "dr_grpo"}
+    _, ours = both(tmp_path, tiny_folder, dead_every=1, lab=lab, steps_per_generation=6, num_iterations=1)
     assert all((batch["old_per_token_logps"] == 0).all() for batch in ours.left[3:])
     assert ours.positions <= 4, "one stand-in of two tokens at most"
 

@@ -67,12 +67,13 @@ STAND_INS = {
     # drops its own options, runs the rest once, as the task of rank 1
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec env SLURM_PROCID=1 "$@"',
     "hostname": "echo 10.0.0.3 fe80::1",
-    "grpo-lab": 'echo "$GRPO_LAB_SERVER_TOKEN" >> "$LOG.server"; echo "grpo-lab $*" >> "$LOG"; exec sleep 60',
+    "grpo-lab": 'echo "$GRPO_LAB_SERVER_TOKEN" >> "$LOG.server"; echo "grpo-lab $*" >> "$LOG"; exec sleep 3600',
     # the training: leaves with 75 if it is asked to while it may be, as the launcher does with 1 then
-    "accelerate": 'sleep 0.5; echo "${GRPO_LAB_SERVER_TOKEN:-}" >> "$LOG.trainer"; echo "accelerate $*" >> "$LOG"; '
+    "accelerate": '[[ ${ROLLOUT_NODES:-1} == 0 ]] || until grep -q ^grpo-lab "$LOG"; do sleep 0.02; done; '
+    'echo "${GRPO_LAB_SERVER_TOKEN:-}" >> "$LOG.trainer"; echo "accelerate $*" >> "$LOG"; '
     '[[ -z ${ASKED:-} ]] || { touch "$ASKED"; exec python -c "'
     "import os, signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1)); "
-    "open(os.environ['ASKED'] + '.up', 'w').close(); time.sleep(60)\"; }; "
+    "open(os.environ['ASKED'] + '.up', 'w').close(); time.sleep(3600)\"; }; "
     'exit "${FAIL:-0}"',
 }
 
@@ -100,7 +101,7 @@ def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
                 while not Path(signal_when).exists() and job.poll() is None:
                     time.sleep(0.05)
                 job.send_signal(signal.SIGUSR1)
-            printed = "".join(job.communicate(timeout=60))
+            printed = "".join(job.communicate(timeout=600))
         return job.returncode, printed, log.read_text()
 
     return submit
@@ -207,7 +208,7 @@ def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, st
 def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
     sbatch: Callable[..., tuple[int, str, str]],
 ) -> None:
-    """The stand-in server would sleep for a minute; the run below has a time limit of as much."""
+    """The stand-in server would sleep for an hour; the run has a time limit of less."""
     status, _, commands = sbatch(RECIPE, FAIL="3")
     assert status == 3
     assert "grpo-lab serve" in commands

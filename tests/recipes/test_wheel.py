@@ -30,7 +30,7 @@ for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):
 print(grpo_lab.__file__)
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_recipe_and_says_that_it_is_typed(installed: Insta
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     recipes = {f"grpo_lab/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
     assert len(recipes) > 20
-    assert recipes | {"grpo_lab/py.typed", "grpo_lab/evaluation/templates/report.html.j2"} <= names
+    assert recipes | {"grpo_lab/py.typed", "grpo_lab/evaluation/templates/page.html.j2"} <= names
     assert not any(name.startswith(("recipes/", "tests/", "setup")) for name in names)
 
 

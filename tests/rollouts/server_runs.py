@@ -32,8 +32,8 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def build(folder: Path, model: str, url: str, peft_config: Any = None, **changes: Any) -> LabTrainer:
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"), "objective": "dr_grpo",
-        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 30,
-        "rollout": {"verify_every": 1, "server": {"retries": 1, "backoff": 0.1, "request_timeout": 60}},
+        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 300,
+        "rollout": {"verify_every": 1, "server": {"retries": 1, "backoff": 0.1, "request_timeout": 600}},
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "max_steps": 5,
         "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
         "bf16": False, "disable_tqdm": True,

@@ -20,7 +20,7 @@ from grpo_lab.rollouts.sync import WeightSyncError, engine_model, push_weights
 from grpo_lab.trainer.rollout import engine
 from rollouts.test_lab_trainer_vllm import build
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_lora_whose_sync_stops_arriving_is_warned_of_and_proven_before_its_turn(

@@ -21,7 +21,7 @@ from grpo_lab.trainer.rollout import engine
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from rollouts.server_runs import Moves, logged, poison
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -34,10 +34,11 @@ from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_client import LabVLLMClient
+from ports import free_port
 from rollouts.server_runs import build, kill_during
-from rollouts.test_server import free_port, session
+from rollouts.test_server import session
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def saved(folder: Path, **changes: Any) -> str:
@@ -240,7 +241,7 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
             trainer.train()
     finally:
         session(server).post(f"{server}/wake_up")
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300
     for said in ("no sign of work for 3 s", "8 completions of 2 prompts", "put to sleep", "silence_timeout"):
         assert said in str(caught.value), str(caught.value)
     assert "checkpoint of step 2" in str(caught.value)

@@ -14,7 +14,7 @@ from grpo_lab import LabConfig
 from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.server import Server, ServerOptions
 from grpo_lab.testing import tiny_model
-from rollouts.test_server import free_port
+from ports import free_port
 from rollouts.thinking_oracle import (
     TappedTrainer,
     check_budget_is_obeyed,
@@ -26,7 +26,7 @@ from rollouts.thinking_oracle import (
     settings,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

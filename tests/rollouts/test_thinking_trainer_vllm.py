@@ -23,7 +23,7 @@ from rollouts.thinking_oracle import (
     settings,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def build(folder: Path, budget: int | None, **changes: Any) -> TappedTrainer:

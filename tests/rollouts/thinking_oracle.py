@@ -79,14 +79,15 @@ class TappedTrainer(LabTrainer):
 
     tap: Tap
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
-            self.tap.steps[-1].batches.append({k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)})
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
 
 def run(trainer: TappedTrainer) -> list[Step]:
-    trainer.tap = Tap(trainer)
+    trainer.tap, loss = Tap(trainer), trainer.parts.update.loss
+
+    def tapped(model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        trainer.tap.steps[-1].batches.append({k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)})
+        return loss(model, inputs, *args)
+
+    trainer.parts.update.loss = tapped  # type: ignore[method-assign]
     trainer.add_callback(trainer.tap)
     trainer.train()
     return trainer.tap.steps

@@ -92,13 +92,13 @@ def trained(case: Case, model_folder: Path, reference: Weights, out: Path) -> St
     )  # fmt: skip
     if trainer.ref_model is not None:
         trainer.ref_model.load_state_dict(reference, strict=False)
-    compute = trainer.compute_loss
+    compute = trainer.parts.update.loss
 
-    def watched(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(model: Any, inputs: Any, *args: Any) -> Any:
         steps.rows[-1].append(inputs["completion_ids"][:, 0].tolist())
-        return compute(model, inputs, *args, **kwargs)
+        return compute(model, inputs, *args)
 
-    trainer.compute_loss = watched
+    trainer.parts.update.loss = watched
     trainer.train()
     steps.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return steps

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
 import zlib
 from typing import Any
 
+_call = itertools.count(1)
+
 
 def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
-    """About (solution mod 11) / 10 of a problem's completions are right."""
+    """About (solution mod 11) / 10 of a problem's completions are right. A process with ``HOLD_AT_CALL`` comes to that call, and no further."""
+    if os.environ.get("HOLD_AT_CALL") == str(next(_call)):
+        time.sleep(3600)
     return [
         float(zlib.crc32(repr(completion).encode()) % 10 < int(gold) % 11)
         for completion, gold in zip(completions, solution, strict=True)

@@ -24,7 +24,7 @@ SMALLER = [word for key, value in TINY.items() for word in ("--set", key, value)
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:], *SMALLER]
-    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ def test_the_histogram_counts_every_rate_once() -> None:
     assert [bar.kept + bar.dropped for bar in bars] == [1] * 12
     assert (bars[3].label, bars[3].kept, bars[3].dropped) == ("0.3", 0, 1)
     assert histogram([{"pass_rate": None}]) == []
-    assert [number for number, *_ in kept_examples(rows)] == [0, 2, 4, 6, 8, 10]
+    assert [number for number, *_ in kept_examples(rows)] == ["0", "2", "4", "6", "8", "10"]
 
 
 @pytest.mark.slow
@@ -225,14 +225,14 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
     assert main([*words, str(tmp_path / "whole")]) == 0
     samples = tmp_path / "killed" / "pass_rates.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOLD_AT_CALL": "7"}
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_lab.cli", *words, str(samples.parent)],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (samples.is_file() and samples.read_bytes().count(b"\n") > 16):
         assert process.poll() is None, "the command ended before it could be killed"
         assert time.monotonic() < deadline

@@ -68,7 +68,7 @@ def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: 
     for words in (str(run), "split test", "n 6", "seed 3", "steps (1, 2)", "largest 20", "template none", "mode=lenient", "max_new_tokens 12, seed 7"):  # fmt: skip
         assert words in printed
     assert f"outcomes: {tmp_path / 'a'}" in printed
-    assert "report:" not in printed
+    assert f"report: {tmp_path / 'a' / 'report.html'}" in printed
 
 
 def test_every_loader_argument_is_an_option_and_the_summary_says_all(run: Path, tmp_path: Path) -> None:

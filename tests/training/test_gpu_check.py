@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import warm
+import forked
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 HERE = ("versions", "parity, fp32", "parity, bf16", "update, 0.5B", "update, 1.5B", "whole step, transformers")
@@ -31,9 +29,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     """The script in a process of its own -> exit code, JSON, table."""
-    command = [warm.python(), str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(folder / "found.json"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WARM_CHILDREN": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(folder / "found.json"), *words]
+    done = forked.run(command, CUDA_VISIBLE_DEVICES="")
     assert (folder / "found.json").is_file(), done.stderr[-3000:]
     return done.returncode, json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()
 

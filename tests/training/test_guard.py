@@ -21,12 +21,13 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
 from grpo_lab.rewards import step_reward
 from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.trainer.ports import Faults, Phase
+from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.scoring.scored import without_faulty
 from grpo_lab.trainer.step import bad_step
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from grpo_lab.trainer.step.guard import STATE_FILE, NumbersError, last_good
 from parity.harness import arguments
+from parity.test_overrides import own_step
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,10 @@ def test_reasons_are_counted_from_the_first_one_on(each: tuple[Plant, Path]) -> 
         expected = [None] + [float(at == step) for at in range(2, STEPS + 1)]
         assert shares(trainer, kind) == expected, kind
     assert shares(trainer, "advantage") == [None] + [0.0] * (STEPS - 1)
+    losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == {
+        s for s, kind in EACH.items() if kind == "loss"
+    }
 
 
 def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:
@@ -154,6 +159,26 @@ def test_a_bad_step_inside_a_logging_window(tiny_folder: Path, tmp_path: Path) -
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         assert [math.isfinite(loss) for loss in losses] == [False, True]
     assert torch.equal(state_of(resumed), state_of(whole))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_subclass_that_writes_the_training_step_itself(accumulation: int, tiny_folder: Path, tmp_path: Path) -> None:
+    """TRL's ``_step`` stands still there: it counted as before every bad batch, and no step was taken."""
+    plant = Plant({2: "reward", 4: "log_prob"})
+    changes = {
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": 8 // accumulation,
+        "max_steps": 5,
+    }
+    trainer = build(tiny_folder, tmp_path, plant, own_step(LabTrainer), **changes)
+    trainer.train()
+    assert plant.moved == [True, False, True, False, True]
+    assert shares(trainer, "reward") == [None, 1, 0, 0, 0]
+    assert shares(trainer, "log_prob") == [None, 0, 0, 1, 0]
+    facts, (tensors,) = read_bad_step(tmp_path / "bad_steps" / "step-000002")
+    assert [row["micro_batch"] for row in facts["of_rank"][0]["rows"][:1]] == [0]
+    assert facts["of_rank"][0]["rows"][0]["not_finite"] == ["rewards"]
+    assert tensors["completion_ids"].size(0) == 8
 
 
 def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path: Path) -> None:
@@ -290,7 +315,7 @@ def test_the_command_line_ends_with_4(
 
 def test_tokens_that_were_put_in_have_no_log_prob_to_look_at() -> None:
     """A thinking budget's own end has NaN there (``rollouts.thinking_budget``); of a sampled token NaN is a fault, None is not."""
-    faults = Faults(lambda: Phase(2, 1, 1))
+    faults = Faults()
     found: list[list[float | None]] = [[-1.0, math.nan, None], [math.nan, -1.0, math.inf]]
     without_faulty(found[:1], [[1, 0, 1]], faults)
     assert faults.said == []

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.metrics.health_line import HealthLine
 from parity.harness import Run, arguments, mixed_reward, train
 
@@ -70,6 +72,70 @@ def test_a_drop_in_run_has_it_where_it_is_asked_for(
     asked = train(GRPOTrainer, GRPOConfig(**arguments(tmp_path, max_steps=1)), tiny_folder, callbacks=[HealthLine()])
     assert asked.trainer.state.global_step == 1
     assert len(lines(caplog)) == 1  # stock TRL's trainer, too: it reads TRL's metrics
+
+
+class TwoGroups(LabTrainer):
+    """An optimizer of two groups; ``rates``: theirs."""
+
+    rates = (0.0, 0.5)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        first, *others = self.model.parameters()
+        groups = [{"params": one, "lr": rate} for one, rate in zip(([first], others), self.rates, strict=True)]
+        self.optimizer = torch.optim.SGD(groups)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.0])
+def test_a_learning_rate_of_0_is_said_where_all_groups_have_it(
+    rate: float, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """HF logs the first group's."""
+
+    class Mine(TwoGroups):
+        rates = (0.0, rate)
+
+    caplog.set_level(logging.INFO, "grpo_lab")
+    found = train(Mine, LabConfig(**arguments(tmp_path, max_steps=3), objective="dr_grpo"), tiny_folder)
+    assert [row["learning_rate"] for row in found.history if "loss" in row] == [0.0] * 3
+    said = [r.getMessage() for r in lines(caplog)]
+    assert any("is 0: nothing moves" in one for one in said) is (rate == 0)
+
+
+@pytest.mark.parametrize("judges", [True, False])
+def test_cut_completions_count_as_wrong_where_answers_are_judged(
+    judges: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def liking(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    liking.measures_correctness = judges  # type: ignore[attr-defined]
+    rollout = ScriptedRollout(range(20, 90), (3, 5), end_id=None)
+    args = LabConfig(**arguments(tmp_path, max_steps=3), objective="dr_grpo")
+    train(LabTrainer, args, tiny_folder, reward=liking, rollout=rollout)
+    said = [
+        r.getMessage()
+        for r in caplog.records
+        if "completions are cut off" in r.getMessage() or "were cut at" in r.getMessage()
+    ]
+    assert len(said) == 2  # once by the step, once by the health line
+    assert all(("count as wrong" in one) is judges for one in said)
+
+
+def test_nothing_scored_is_said_of_what_trl_logs(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL 1.16 logs the mean over nothing as None. One such window loses no weights."""
+
+    def silent(completions: list[Any], trainer_state: Any, **_: Any) -> list[None] | list[float]:
+        early = trainer_state.global_step < 1
+        return [float(place % 2) for place in range(len(completions))] if early else [None] * len(completions)
+
+    found = run(tmp_path, tiny_folder, reward=silent, max_steps=5)
+    assert [row["reward"] for row in found.history if "loss" in row][1:] == [None] * 4
+    said = [r.getMessage() for r in lines(caplog)]
+    assert "no completion was scored" in said[-1]
+    assert not any("weights may be lost" in one or "got the same reward" in one for one in said)
 
 
 ARGS = SimpleNamespace(steps_per_generation=1, num_iterations=1, gradient_accumulation_steps=1)

@@ -14,12 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
     known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     words = ["--of", "lab-1", "lab-2", "--kills", "3", "--steps", "9", "--folder", str(tmp_path)]
     command = [sys.executable, str(ROOT / "scripts" / "kill_anywhere.py"), *words]
-    done = subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for setting in ("lab-1", "lab-2"):
         lives = json.loads((tmp_path / setting / "record.json").read_text())["lives"]

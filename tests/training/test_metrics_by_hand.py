@@ -20,6 +20,7 @@ from parity.harness import arguments, train
 KINDS: dict[str, dict[str, Any]] = {
     "token ratio": {"objective": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05},
     "sequence ratio": {"objective": "gspo", "epsilon": 0.01, "epsilon_high": 0.012},
+    "two-sided": {"objective": "dr_grpo", "epsilon": 0.002, "delta": 1.003},
     "weight": {"objective": "cispo", "epsilon_high": 1.02},
     "kl in the loss": {"objective": "grpo", "epsilon": 0.03, "kl": {"coefficient": 0.1, "ratio_weighted": True}},
     "all rows": {"objective": "dapo", "epsilon": 0.03, "update": {"dead_groups": "keep", "max_tokens": 24}},
@@ -37,6 +38,8 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     expected = {"cispo_clip_ratio"} if kind == "weight" else {"clip_ratio/low_mean", "clip_ratio/high_max"}
     assert expected | {"entropy", "groups/dead_share", "completions/mean_length_correct"} <= seen
     assert ("kl" in seen) is (kind == "kl in the loss")
+    cut = sum(row.get("clip_ratio/delta_mean", 0.0) for row in run.history)
+    assert (cut > 0) is (kind == "two-sided")
     assert {"update/live_share", "update/computed_share"} <= seen
     assert not math.isnan(sum(run.losses))
 
@@ -86,7 +89,13 @@ ELSEWHERE = {
 }
 HERE = {
     *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),
-    *("clip_ratio/high_max", "cispo_clip_ratio", "groups/dead_share", "completions/truncated_share"),
+    *(
+        "clip_ratio/delta_mean",
+        "clip_ratio/high_max",
+        "cispo_clip_ratio",
+        "groups/dead_share",
+        "completions/truncated_share",
+    ),
     *("completions/mean_length_correct", "completions/mean_length_incorrect", "rewards/unscorable_share"),
     *("update/live_share", "update/padding_share", "update/tokens_computed", "update/tokens_stock"),
     "update/computed_share",

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import warm
+import forked
 from grpo_lab.checkpoints import what_is_broken
 from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.recipe import recipe_from
@@ -86,7 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     yield folder
     torch.set_num_threads(threads)
     os.chdir(before)
-    sys.path.remove(str(folder))
+    sys.path[:] = [path for path in sys.path if path != str(folder)]
     sys.modules.pop("pipeline_team", None)
 
 
@@ -258,9 +257,8 @@ def stopped(folder: Path, name: str) -> None:
 def test_asked_to_stop_it_stops_after_the_checkpoint(home: Path) -> None:
     """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit 0."""
     (home / "asked.yaml").write_text(yaml.safe_dump(asked(home, "SIGTERM")))
-    command = [warm.python(), str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
+    done = forked.run(command, folder=home)
     assert done.returncode == 75, done.stdout + done.stderr
     assert "SIGTERM: stopped at step" in done.stderr
     stopped(home / "asked-SIGTERM", "SIGTERM")

@@ -101,6 +101,41 @@ def test_rounds_are_bounded(tiny_folder: Path, tmp_path: Path) -> None:
     assert run.losses == [0.0] * 3
 
 
+def test_what_is_one_number_a_generation_batch_counts_once_however_many_rounds(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """One window of two batches. The first is dead throughout: 4 rounds, nothing solved; the second lives.
+
+    Weights 0.2 and 0.8: (0.2 + 0.8) / 2, not (4 · 0.2 + 0.8) / 5. Shares are the sampler's at the end of each batch's rounds.
+    """
+    shares: list[tuple[float, float]] = []
+
+    def judge_reward(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+        late = trainer_state.global_step > 0
+        return [float(late and place % 4 < 1 + place // 4) for place in range(len(completion_ids))]
+
+    class Watched(LabTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
+            prompts = self.parts.prompts.sampler
+            at_floor = (prompts.weights <= prompts.floor).double().mean().item()
+            shares.append(((prompts.trials > 0).double().mean().item(), at_floor))
+            return output
+
+    judge_reward.measures_correctness = True
+    settings = arguments(tmp_path, max_steps=2, logging_steps=2)
+    schedule = {"judge_reward": {"kind": "piecewise", "points": [[0, 0.2], [1, 0.8]]}}
+    update, sampler = {"dead_groups": "resample", "max_rounds": 4}, {"name": "prioritized", "floor": 0.6}
+    args = LabConfig(**settings, objective="dr_grpo", update=update, reward_schedules=schedule, sampler=sampler)
+    run = train(Watched, args, tiny_folder, reward=judge_reward)
+    assert column(run, "update/resample_rounds") == [2.5], "four rounds and one"
+    assert column(run, "reward_weights/judge_reward") == [pytest.approx(0.5)]
+    seen, at_floor = (sum(values) / 2 for values in zip(*shares, strict=True))
+    assert column(run, "sampler/seen_share") == [pytest.approx(seen)]
+    assert column(run, "sampler/at_floor_share") == [pytest.approx(at_floor)]
+    assert at_floor > 0
+
+
 def test_nothing_is_drawn_when_all_groups_live(tiny_folder: Path, tmp_path: Path) -> None:
     ours = train(LabTrainer, resampling(tmp_path), tiny_folder, reward=mixed_reward(dead_every=0))
     plain = train(

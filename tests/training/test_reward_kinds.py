@@ -152,6 +152,66 @@ def test_a_group_rewards_nan_likewise(tiny_folder: Path, tmp_path: Path, caplog:
     assert trainer.state.log_history[0]["rewards/nan_share"] == pytest.approx(3 / 24)
 
 
+# -- what is no number ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "seen"),
+    [
+        ("good", "'good'"),
+        ("0.5", "'0.5'"),
+        (0.5 + 1j, r"\(0\.5\+1j\)"),
+        (10**400, "1000000.*0000"),
+        (10**5000, "<int>"),
+        (1e39, "inf"),
+        (torch.ones(2), r"tensor\(\[1., 1.\]\)"),
+    ],
+    ids=["str", "str of a number", "complex", "large", "too large to be written", "too large in float32", "tensor"],
+)
+@pytest.mark.parametrize("kind", ["plain", "async", "group"])
+def test_what_is_no_number_is_one_line_with_its_place(
+    kind: str, bad: Any, seen: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    def mine(completions: list[Any], **_: Any) -> list[Any]:
+        return [0.5, bad, *[0.0] * (len(completions) - 2)]
+
+    async def later(completions: list[Any], **_: Any) -> list[Any]:
+        return mine(completions)
+
+    @group_reward
+    def whole(group: Any) -> list[Any]:
+        return mine(group.completions)
+
+    reward, name = {"plain": (mine, "mine"), "async": (later, "later"), "group": (whole, "whole")}[kind]
+    trainer = build(tiny_folder, tmp_path, [parts, reward])
+    with pytest.raises(
+        ValueError,
+        match=rf"reward .*'{name}'.* returned {seen} for completion 1( and 2 more)?( of 12)?; allowed are finite numbers",
+    ) as said:
+        trainer.train()
+    assert "\n" not in str(said.value)
+    assert len(str(said.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        ({"a": 1.0}, "a dict"),
+        ("x" * 12, "a str"),
+        (torch.tensor(1.0), "a Tensor"),
+        (None, "a NoneType"),
+        ([1.0], "1 rewards for 12"),
+    ],
+    ids=["dict", "str", "number", "None", "too few"],
+)
+def test_what_is_no_list_of_numbers_is_named(answer: Any, seen: str, tiny_folder: Path, tmp_path: Path) -> None:
+    def mine(**_: Any) -> Any:
+        return answer
+
+    with pytest.raises(ValueError, match=rf"reward function 'mine' .*returned {seen}.*one number or None"):
+        build(tiny_folder, tmp_path, mine).train()
+
+
 # -- no max_completion_length --------------------------------------------------------------------------------------------
 
 

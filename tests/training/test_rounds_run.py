@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-import warm
+import forked
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_rounds import run_rounds
 from grpo_lab.trainer.supervised.preference import prefer
@@ -67,14 +65,8 @@ def test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_ch
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe(tiny_folder)))
-    worker = [
-        warm.python(),
-        str(TESTS / "training" / "rounds_worker.py"),
-        str(tmp_path / "recipe.json"),
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(worker, capture_output=True, text=True, timeout=600, env=environment)
+    worker = [str(TESTS / "training" / "rounds_worker.py"), str(tmp_path / "recipe.json"), str(tmp_path)]
+    done = forked.run(worker)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stdout.splitlines() if line.startswith(("in_", "asked_"))]
     assert said == [

@@ -7,8 +7,6 @@ with the real pipeline, stopped after two steps and resumed by a fresh process o
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import warm
+import forked
 from grpo_lab.pipelines.dry_run import dry_run
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.train import train
@@ -143,9 +141,8 @@ def test_from_a_recipe_to_a_resumed_run(home: Path) -> None:
 
     train(recipe_from({**GOOD, "max_steps": 3, "output_dir": "half"}))  # in the middle of a generation batch
     Path("r.yaml").write_text(yaml.safe_dump({**GOOD, "output_dir": "half"}))
-    words = ["-m", "grpo_lab.cli", "train", "--config", "r.yaml", "--resume"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([warm.python(), *words], capture_output=True, text=True, env=environment, timeout=300)
+    words = [str(ROOT / "scripts" / "train.py"), "--config", "r.yaml", "--resume"]
+    done = forked.run(words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert same("half", "whole")
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import warm
+import forked
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.evaluation.report import summary_groups
+from grpo_lab.evaluation.page import settings_section
 from parity.harness import Run, arguments, train
 
 METRICS = {
@@ -43,8 +42,7 @@ def test_one_warning_names_the_price_and_the_setting(
     assert told["because"] in line.getMessage()
     assert (told["first_step_tokens"], told["first_step_tokens_live_in_bins"]) == (computed, needed)
     assert free.trainer.exact_update.described()["rows"] == "live only"
-    report = next(group for group in summary_groups({"exact_update": told}) if group.name == "exact update")
-    assert ("because", told["because"]) in report.entries
+    assert ("because", told["because"]) in dict(settings_section({"exact_update": told}).groups)["exact update"]
 
 
 def test_what_was_asked_for_is_no_warning(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,8 +71,8 @@ def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from grpo_lab import LabConfig, LabTrainer; from parity.harness import arguments, train\n"
         "train(LabTrainer, LabConfig(**arguments(Path(sys.argv[2]), max_steps=1), objective='bnpo'), Path(sys.argv[1]))"
     )
-    done = subprocess.run(
-        [warm.python(), "-c", script, str(tiny_folder), str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1], check=True,
-    )  # fmt: skip
+    (tmp_path / "script.py").write_text(script)
+    words = [str(tmp_path / "script.py"), str(tiny_folder), str(tmp_path)]
+    done = forked.run(words)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("exact update: micro-batches stay as TRL cut them") == 1

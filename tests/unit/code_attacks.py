@@ -6,6 +6,8 @@ Signals to the trainer and to all are harmless ones (SIGUSR1, SIGWINCH) that the
 
 from __future__ import annotations
 
+from typing import Any
+
 TESTS = "assert add(1, 2) == 3\nassert add(40, 2) == 42\nassert add(-7, 5) == -2"
 """No program here passes them."""
 
@@ -86,6 +88,73 @@ FORGED = {
     "starts another Python on its channel": "import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, '-S', '-c', 'import os; os.write(3, b\"111.\")'])",
 }  # fmt: skip
 """They try to be paid."""
+
+LEETCODE = {
+    "functional": "def check(candidate):\n    assert candidate(a=1, b=2) == 3\n    assert candidate(a=40, b=2) == 42\n\ncheck(Solution().add)"
+}
+LIVECODEBENCH = [
+    {"input": f"{a}\n2", "output": f"{a + 2}", "testtype": "functional", "metadata": {"func_name": "add"}}
+    for a in (1, 40)
+]
+WRAPPED = {"fn_name": "add", "inputs": [[1, 2], [40, 2]], "outputs": [[3], [42]]}
+LINES = {"inputs": ["1", "2"], "outputs": ["3\n4", "5\n6"]}
+_LOCKS = "import _thread\ndef lock(): return _thread.allocate_lock()\n"
+LOCK = f"{_LOCKS}assert f(lock) == 3"
+LOCK_OR_TYPE_ERROR = f"{_LOCKS}try:\n    f(lock)\n    assert False\nexcept TypeError:\n    pass"
+EXCEPTION = "try:\n    f(ValueError('x'))\n    assert False\nexcept TypeError:\n    pass"
+LACKING = "def lacking():\n    import no_such_package\nassert f(lacking) == 3"
+_SENDS = "import json, os, struct\ndef send(o):\n    b = json.dumps(o).encode()\n    os.write(3, struct.pack('>I', len(b)) + b)\n"
+_AGAIN = "send({'raised': {'kinds': [['builtins', 'Exception']], 'text': '', 'args': [], 'held': {}, 'again': 0}})"
+_ASKS = "    try: x()\n    except BaseException: pass\n"
+
+
+def _solution(body: str, before: str = "") -> str:
+    return f"{before}\nclass Solution:\n    def add(self, a, b): {body}\n"
+
+
+ON_FORMS: dict[str, tuple[str, Any]] = {
+    "check is the program's": ("def check(*a): pass\n" + _solution("return 0"), LEETCODE),
+    "a class that has everything": ("class M(type):\n    def __getattr__(c, n): return lambda *a, **k: M\n    def __call__(c, *a): return M\nclass Solution(metaclass=M): pass", LEETCODE),
+    "an object that has everything": (_YES.format(base="", value="Yes()") + "Solution = Yes", LEETCODE),
+    "Solution leaves": ("class Solution:\n    def __init__(s): raise SystemExit(0)", LEETCODE),
+    "Solution leaves for good": ("import os\nclass Solution:\n    def __init__(s): os._exit(0)", LEETCODE),
+    "Solution is missing a module": ("class Solution:\n    def __init__(s): raise ModuleNotFoundError('numpy', name='numpy')", LEETCODE),
+    "Solution ends the cases": ("class Solution:\n    def add(s, a, b): raise StopIteration", LEETCODE),
+    "an attribute that leaves": ("class Solution:\n    @property\n    def add(s): raise SystemExit(0)", LEETCODE),
+    "any type at all": (_solution("return Any"), LEETCODE),
+    "a type that equals everything": (_solution("return List", "import typing\nclass L:\n    def __eq__(s, o): return True\nList = typing.List = L()"), LEETCODE),
+    "typing in a file of its own": ("open('typing.py', 'w').write('raise SystemExit(0)')\n" + _solution("return 0"), LEETCODE),
+    "typing without its names": ("import typing\ntyping.__all__ = ['__import__']\n" + _solution("return 0"), LEETCODE),
+    "a name that the text looks for": ("x = 'class Solution'\ndef Solution(): raise NameError('check')", LEETCODE),
+    "the JSON text itself": (_solution("return '3' if a == 1 else '42'"), LIVECODEBENCH),
+    "what is expected in a list": (_solution("return [a + b]"), LIVECODEBENCH),
+    "a list that says another thing each time": ("class A(list):\n    n = 2\n    def __iter__(s):\n        A.n += 1\n        return iter([A.n])\n" + _solution("return A()"), LIVECODEBENCH),
+    "a number of its own": (_solution("return N()", "class N(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__"), LIVECODEBENCH),
+    "prints it and returns nothing": (_solution("print(a + b)"), LIVECODEBENCH),
+    "a script instead": ("print(3)\nprint(42)", LIVECODEBENCH),
+    "no function": ("class Solution: pass", LIVECODEBENCH),
+    "a function that leaves when it is found": ("class Solution:\n    def __getattribute__(s, n): raise SystemExit(0)", LIVECODEBENCH),
+    "a list in the list": ("def add(a, b): return [[a + b]]", WRAPPED),
+    "all that is accepted": (_YES.format(base="(list)", value="Yes([0])"), WRAPPED),
+    "None for both": ("def add(a, b): return None", WRAPPED),
+    **{f"lines ended by {end!r}": (f"n = int(input())\nprint(*([3, 4], [5, 6])[n - 1], sep={end!r})", LINES) for end in ("\x0b", "\x0c", "\x1c", "\x1d", "\x85", "\u2028", "\u2029", "\r")},
+    "a line written over": ("print('9\\b3')\nprint('9\\b4')", LINES),
+    "every line there is": ("for n in range(100): print(n)", LINES),
+    "empty lines": ("print('\\n' * 9)", LINES),
+    "does not ask for the lock": ("def f(x): return 0", LOCK),
+    "asks and knows better": (f"def f(x):\n{_ASKS}    return 3", LOCK),
+    "asks for what cannot be had": ("def f(x): return x()", LOCK),
+    "asks again and again": (f"def f(x):\n    for _ in range(2000):\n    {_ASKS.replace(chr(10), chr(10) + '    ')}\n    return 3", LOCK),
+    "asks and leaves": (f"def f(x):\n{_ASKS}    raise SystemExit(0)", LOCK),
+    "the error that is expected": ("def f(x): return x()", LOCK_OR_TYPE_ERROR),
+    "the error that is expected, by hand": (f"def f(x):\n{_ASKS}    raise TypeError", LOCK_OR_TYPE_ERROR),
+    "the tester's own error, forged": (f"{_SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LOCK_OR_TYPE_ERROR),
+    "does nothing with an exception": ("def f(x): return 0", EXCEPTION),
+    "asks for a missing module": ("def f(x): return x()", LACKING),
+    "asks for a missing module and knows better": (f"def f(x):\n{_ASKS}    return 3", LACKING),
+    "hands the missing module on": (f"{_SENDS}def f(x):\n{_ASKS}    {_AGAIN}", LACKING),
+}  # fmt: skip
+"""They try to be paid, or to be unscorable, by what a row's form or a function of its tests gives them to do: (program, tests)."""
 
 GREEDY = {
     "sleeps": "import time\ntime.sleep(600)",

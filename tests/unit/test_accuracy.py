@@ -214,5 +214,5 @@ def test_importing_and_using_it_loads_neither_sympy_nor_torch() -> None:
         "print(AccuracyReward()(completions=['A: 18'], solution=['18']))\n"
         "print([m for m in ('trl', 'torch', 'transformers', 'sympy', 'math_verify', 'vllm') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split("\n")[:2] == ["[1.0]", "[]"]

@@ -14,7 +14,7 @@ import pytest
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.verifiers.quantity import in_digits, read_quantity
 
-KINDS = ("percent", "words", "share", "several", "sentence_after", "units", "more")
+KINDS = ("percent", "words", "share", "several", "sentence_after", "units", "more", "asked", "brand", "equation")
 with (Path(__file__).parent / "number_cases.jsonl").open(encoding="utf-8") as _lines:
     CASES = [json.loads(line) for line in _lines]
 GOLDS = [  # (gold, an answer, 1, 0 or None: unscorable)
@@ -57,7 +57,8 @@ def rewards() -> Iterator[dict[str, AccuracyReward]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_completion_against_a_gold(rewards: dict[str, AccuracyReward], kind: str, mode: str) -> None:
     cases = [case for case in CASES if case["kind"] == kind]
-    judged = rewards[mode].judge([case["completion"] for case in cases], [case["gold"] for case in cases])
+    questions = [case.get("question", "How many are left?") for case in cases]
+    judged = rewards[mode].judge([case["completion"] for case in cases], [case["gold"] for case in cases], questions)
     pairs = zip(cases, judged, strict=True)
     assert len(cases) > 10
     assert [(case, one.answer, one.reason) for case, one in pairs if one.reward != case["reward"]] == []
@@ -71,6 +72,12 @@ def test_golds_in_words_percents_and_variables(rewards: dict[str, AccuracyReward
 def test_two_statements_are_no_single_answer(rewards: dict[str, AccuracyReward]) -> None:
     judged = rewards["strict"].judge([case[0] for case in STRICT_ONLY], [case[1] for case in STRICT_ONLY])
     assert [(case, one.answer) for case, one in zip(STRICT_ONLY, judged, strict=True) if one.reward != case[2]] == []
+
+
+def test_what_a_prompt_counts_in_is_read_from_messages_too(rewards: dict[str, AccuracyReward]) -> None:
+    asked = "Anna bakes.\nHow many dozen muffins are there?"
+    prompts = [[{"role": "system", "content": "Answer."}, {"role": "user", "content": asked}], asked, None]
+    assert rewards["strict"](prompts=prompts, completions=["\\boxed{7 dozen}"] * 3, solution=["7"] * 3) == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

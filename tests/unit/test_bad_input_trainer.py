@@ -203,7 +203,7 @@ REWARDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "no list": (number, ("'number'", "float", "list", "4", "reward_funcs")),
     "infinite": (infinite, ("'infinite'", "inf", "completion 1", "finite", "None", "reward_funcs")),
-    "infinite, async": (infinite_later, ("'infinite_later'", "infinite", "None", "reward_funcs")),
+    "infinite, async": (infinite_later, ("'infinite_later'", "-inf for completion 0", "None", "reward_funcs")),
     "one too few, async": (short_later, ("'short_later'", "1 rewards", "4")),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -260,10 +261,10 @@ def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp
     )
     assert process.stderr is not None
     seen = b""
-    while b"| 4/400" not in seen and b"| 8/400" not in seen and process.poll() is None:
+    while not re.search(rb"\| [1-9]\d*/400", seen) and process.poll() is None:
         seen += process.stderr.read1(4096)  # type: ignore[attr-defined]
     os.killpg(process.pid, signal.SIGINT)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert b"of 400 greedy answers, the longest prompts first" in printed
@@ -279,7 +280,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
 ) -> None:
     def measured(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        time.sleep(600)
         raise AssertionError("it went on")
 
     monkeypatch.setattr("grpo_lab.pipelines.saved_model.evaluate_saved_model", measured)

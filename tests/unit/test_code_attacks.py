@@ -14,20 +14,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from code_attacks import FORGED, GREEDY, HARMFUL, TESTS
+from code_attacks import FORGED, GREEDY, HARMFUL, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.verifiers.code import folder as folders
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
-ON_ITS_WAY_S = 2.0
-"""For the start of processes on a busy machine, beside the limit."""
+ON_ITS_WAY_S = 30.0
+"""For the start of processes on a busy machine, beside the limit; what sleeps, sleeps for ten minutes."""
 WALLS = {
     "all walls": None,
     "no namespaces": ["seccomp", "landlock", "limits"],
@@ -70,7 +71,7 @@ def no_process_left() -> Iterator[None]:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     before = children()
     yield
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 60.0
     while children() - before and time.monotonic() < deadline:
         try:
             os.waitpid(-1, os.WNOHANG)  # orphans that have ended
@@ -78,6 +79,14 @@ def no_process_left() -> Iterator[None]:
             break
         time.sleep(0.01)
     assert children() - before == set()
+
+
+@pytest.fixture
+def apart() -> Iterator[Path]:
+    """A folder for temporary files, which other users may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 def children() -> set[int]:
@@ -109,16 +118,30 @@ def test_nothing_is_paid_for_a_forged_answer(reward: CodeReward, no_process_left
 
 
 @pytest.mark.slow
-def test_nothing_is_taken_beyond_the_limits(settings: dict[str, Any], no_process_left: None) -> None:
+def test_nothing_is_paid_for_a_row_s_form(reward: CodeReward, no_process_left: None) -> None:
+    programs, tests = zip(*ON_FORMS.values(), strict=True)
+    nothing_paid(dict(zip(ON_FORMS, reward(completions=programs, tests=tests), strict=True)))
+    reward.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_taken_beyond_the_limits(
+    settings: dict[str, Any], no_process_left: None, apart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a process of its own (see there), so that the peak is that of these programs and of nothing before them."""
-    before, script = set(os.listdir("/tmp")), Path(__file__).with_name("code_greedy.py")
-    done = subprocess.run([sys.executable, script, json.dumps(settings)], capture_output=True, text=True, check=True)
+    command = [sys.executable, Path(__file__).with_name("code_greedy.py"), json.dumps(settings)]
+    environment = {**os.environ, "TMPDIR": str(apart)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     nothing_paid(found["scores"])
     rounds = math.ceil(len(GREEDY) / WORKERS)  # most of them wait, so that more than there are cores can go on at once
     assert found["seconds"] < rounds * (WALL_S + ON_ITS_WAY_S)
     assert 100 << 20 < found["peak"] < MEMORY * 5 / 4  # "a result of 100 MB" is held, "a growing list" is ended
-    assert {name for name in os.listdir("/tmp") if name.startswith("grpo_lab_code_")} <= before
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(apart))
+    monkeypatch.setattr(folders, "_OLD_S", -1.0)
+    monkeypatch.setattr(folders, "_PATIENCE_S", 60.0)
+    with folders.empty_folder(frozenset(), 0.0):  # what could not be removed in time, the next that comes removes
+        assert len(list(apart.glob("grpo_lab_code_*"))) == 1
 
 
 @pytest.mark.slow
@@ -174,7 +197,7 @@ def test_the_forgeries_are_real() -> None:
     paid = []
     for name in ("leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything", "an int that equals everything",
                  "a mock", "patches AssertionError", "leaves at exit", "quit() in the call"):  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=600)
         paid += [name] * (done.returncode == 0)
     assert len(paid) >= 6, paid
 

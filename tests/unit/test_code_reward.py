@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +164,30 @@ SPELLINGS: dict[str, tuple[Any, str | None]] = {
     "pairs of calls": ([[[1, 2], 3], ((2, 2), 4)], "add"),
     "APPS": ('{"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [3, 4]}', None),
     "columns": ({"input": [[1, 2], [2, 2]], "output": [3, 4]}, "add"),
+    "LeetCode in rllm and code-r1": (
+        {"functional": "def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\n\ncheck(add)", "inputs": None},
+        None,
+    ),
+    "LiveCodeBench in rllm": (
+        [
+            {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}},
+            {"input": "2\n2\n", "output": "4", "testtype": "functional", "metadata": {"func_name": "add"}},
+        ],
+        None,
+    ),
+    "LiveCodeBench's own columns": (
+        json.dumps([{"input": f"{n}\n2", "output": str(n + 2), "testtype": "functional"} for n in (1, 2)]),
+        "add",
+    ),
+    "verl's prime_code": ('{"inputs": ["1\\n2", "2\\n2"], "outputs": ["3", "4"], "fn_name": "add"}', None),
+    "SYNTHETIC-1, as Python prints it": (
+        str([{"type": "function_call", "fn_name": "add", "input": [n, 2], "output": n + 2, "x": None} for n in (1, 2)]),
+        None,
+    ),
+    "calls as datasets gives structs": (
+        {"input": ["1\n2", "2\n2"], "output": ["3", "4"], "fn_name": ["add"] * 2, "testtype": [None] * 2},
+        None,
+    ),
 }
 
 
@@ -181,11 +207,21 @@ SCRIPTS: dict[str, Any] = {
     "lists of lines": [[["1", "1 2"], ["3"]]],
     "numbers": {"input": "1\n1 2", "output": 3},
     "JSON": json.dumps({"inputs": ["1\n1 2\n"], "outputs": ["3\n"]}),
+    "no function": {"inputs": ["1\n1 2\n"], "outputs": ["3\n"], "fn_name": None, "functional": None},
+    "LiveCodeBench": '[{"input": "1\\n1 2\\n", "output": "3", "testtype": "stdin", "metadata": {"func_name": null}}]',
+    "SYNTHETIC-1": "[{'type': 'stdin_stdout', 'fn_name': None, 'input': '1\\n1 2', 'output': '3\\n'}]",
 }
 
 
 def test_half_a_character_in_a_script_s_output_is_a_wrong_answer(reward: CodeReward) -> None:
     assert one(reward, SCRIPT, [["1\n1 2", "\ud800"]]) == 0.0
+
+
+@pytest.mark.parametrize("end", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_line_ends_at_a_line_feed_alone(reward: CodeReward, end: str) -> None:
+    assert one(reward, "print('a')\nprint('b')", [["", f"a{end}b"]]) == 0.0
+    assert one(reward, f"print({end!r}.join('ab'))", [["", "a\nb"]]) == 0.0
+    assert one(reward, f"print({end!r}.join('ab') + {end!r}, end='\\r\\n')", [["", f"a{end}b\n"]]) == 1.0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -272,10 +308,38 @@ def test_a_program_in_another_process_is_tested_as_one_in_the_same(reward: CodeR
      "import _thread\nassert add(_thread.allocate_lock(), 1) == 3", "assert len('ab') == 2", "assert sum(10, 15) == 25",
      "import no_such_package\nassert add(1, 2) == 3", "def test_add():\n    import no_such_package\n    assert add(1, 2) == 3",
      "import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        assert add(1, 2) == 3\nunittest.main()",
-     "assert add('\ud800', '') == '\ud800'"],
+     "assert add('\ud800', '') == '\ud800'",
+     [["1 2", None]], [["1 2", [None]]], [["1 2", "3"], ["", [None, "x"]]], {"inputs": ["1", "2"], "outputs": ["1", None]}, [["1 2", ""], ["1", " \n"]],
+     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[None]]},
+     {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["null"]}, {"inputs": ["1", "2"], "outputs": ["1"]}, {"functional": ""}, {"functional": "x = 1"},
+     [{"input": "1", "output": "1", "testtype": "functional"}], [{"input": "1 and 2", "output": "3", "fn_name": "add"}],
+     [{"input": [1, 2], "output": 3, "fn_name": "add"}, {"input": [1, 2], "output": 3, "fn_name": "sub"}],
+     [{"input": [1, 2], "output": 3, "fn_name": "add"}, {"input": "1 2", "output": "3", "testtype": "stdin"}], "[1, 2", "{'a': [}", "[" * 5000],
 )  # fmt: skip
 def test_tests_that_are_none_are_unscorable_whatever_the_program(reward: CodeReward, tests: Any) -> None:
     assert reward(completions=[ADD, "import sys; sys.exit()"], tests=[tests] * 2)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("assert sum(1, 2) == 3", "^every name in the tests is Python's or their own.*`entry_point`"),
+        ("x = add(1, 2)", "^nothing in the tests can fail"),
+        ("assert add(1", "^the tests are no Python: "),
+        ({"function": "assert add(1, 2) == 3"}, "^a case without an output: .*docs/algorithms/code_reward.md"),
+        ([["1 2", None]], "^a case without an output: a program that prints nothing"),
+        ([["1 2", ""]], "^no case expects any output"),
+        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[None]]}, "^every case expects None"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "^2 inputs and 1 outputs"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "has no name: give it in the column `entry_point`"),
+        ({"fn_name": "add", "inputs": ["1 and 2"], "outputs": ["3"]}, "as JSON, one a line; got '1 and 2'"),
+        (None, "^no tests: None"),
+    ],
+)
+def test_why_tests_cannot_be_used(reward: CodeReward, tests: Any, why: str) -> None:
+    trial = reward.judge([ADD], [tests])[0]
+    assert trial.end == "unusable"
+    assert re.search(why, trial.why), trial.why
 
 
 @pytest.mark.parametrize(
@@ -291,6 +355,28 @@ def test_a_program_cannot_make_a_test_unusable(reward: CodeReward, program: str)
     """What it gives back and the test hands on, wrapped ever deeper, fails the test: None would be better than 0."""
     tests = "y = enc(1)\nfor _ in range(40):\n    y = [y, y] if len(str(y)) > 10**7 else [y]\nassert dec(y) == 2"
     assert one(reward, program, tests) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "import _thread\nassert f(lambda: _thread.allocate_lock()) == 3",
+        "import _thread\nassert f(lambda: g(_thread.allocate_lock())) == 3",
+        "class Own: pass\nassert f(lambda: [Own()]) == 3",
+        "import _thread\nlocks = iter([_thread.allocate_lock()])\nassert f(lambda: next(locks)) == 3",
+        "def lacking():\n    import no_such_package\nassert f(lacking) == 3",
+        "class Own: pass\ntry:\n    f(lambda: Own())\n    assert False\nexcept TypeError:\n    pass",
+        "try:\n    f(lambda: ValueError())\n    assert False\nexcept TypeError:\n    pass",
+        "try:\n    f(ValueError())\n    assert False\nexcept TypeError:\n    pass",
+    ],
+)
+@pytest.mark.parametrize(
+    "asks",
+    ["return x() if callable(x) else 1", "\n    try: x()\n    except BaseException: return 3", "raise SystemExit"],
+)
+def test_a_program_does_not_choose_between_unscorable_and_wrong(reward: CodeReward, tests: str, asks: str) -> None:
+    """A function of the tests' that returns what cannot be sent fails the test that the program calls it in: its word decides if it is called."""
+    assert one(reward, f"def g(x): return 3\ndef f(x): {asks}", tests) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -395,10 +481,12 @@ def test_threads_and_copies(reward: CodeReward) -> None:
 def test_a_verdict_is_not_late() -> None:
     hurried = CodeReward(wall_s=0.5, workers=1)
     assert one(hurried, "x = 1", "assert x == 2") == 0.0  # starts the worker
-    took = []
-    for _ in range(3):  # the claim is on a machine that is not busy with something else for a whole second
+    took = [math.inf]
+    while (
+        min(took) > 0.5 + 1.0 and len(took) < 30
+    ):  # a machine that is busy with something else may take a second now and then
         start = time.monotonic()
-        assert hurried.judge(["import time\ntime.sleep(60)"], ["assert x == 1"])[0].end == "limit"
+        assert hurried.judge(["import time\ntime.sleep(600)"], ["assert x == 1"])[0].end == "limit"
         took.append(time.monotonic() - start)
     assert min(took) < 0.5 + 1.0
     hurried.close()
@@ -452,7 +540,7 @@ def test_spellings_that_are_one() -> None:
 TRAINER = """
 import sys
 from grpo_lab.rewards import CodeReward
-reward = CodeReward(workers=1, wall_s=60.0, timeout_s=60.0)
+reward = CodeReward(workers=1, wall_s=600.0, timeout_s=600.0)
 reward(completions=["x = 1"], tests=["assert x == 1"])
 print(reward._judge.pool.pids[0], flush=True)
 reward(completions=["import time\\ntime.sleep(600)"], tests=["assert x == 1"])
@@ -464,13 +552,13 @@ def test_a_killed_trainer_takes_everything_with_it() -> None:
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     worker = int(trainer.stdout.readline())
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 300.0
     while len(family := below(worker)) < 4 and time.monotonic() < deadline:  # two watchers, two jailed
         time.sleep(0.05)
     assert len(family) >= 4
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while (left := [pid for pid in (worker, *family) if running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []

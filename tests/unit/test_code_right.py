@@ -143,6 +143,8 @@ SCRIPTS = {
 }  # fmt: skip
 CALLS: dict[str, tuple[str, Any, str | None]] = {
     "LeetCode's entry point": ("class Solution:\n    def add(self, a, b): return a + b", "def check(candidate):\n    assert candidate(a=1, b=2) == 3", "Solution().add"),
+    "LeetCode's head": ("class Solution:\n    def add(self, a: List[int], b: Optional[int] = None) -> int: return a[0] + b", {"functional": "def check(candidate):\n    assert candidate(a=[1], b=2) == 3\n\ncheck(Solution().add)"}, None),
+    "LiveCodeBench's": ("class Solution:\n    def add(self, a: List[int], b: int) -> int: return a[0] + b", [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": '{"func_name": "add"}'}], None),
     "the same of pairs": ("class Solution:\n    def add(self, a, b): return a + b", [[[1, 2], 3]], "Solution().add"),
     "APPS wraps what is returned": (ADD, {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], [4]]}, None),
     "JSON's keys": ("def f(): return {1: (2, 3)}", '[{"input": [], "output": {"1": [2, 3]}}]', "f"),

@@ -146,6 +146,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "num_generations_eval": 4},
         ("6 × 1 = 6", "`num_generations_eval` = 4", "`per_device_eval_batch_size` 4 or 8", "1, 2, 3, 6"),
     ),
+    "a cast that lasts": (
+        {"use_transformers_continuous_batching": True, "bf16": True},
+        ("`use_transformers_continuous_batching` with `bf16`", "leaves it so", "`bf16: false`", "`use_vllm`"),
+    ),
     "one generation": ({"num_generations": 1}, ("`num_generations` is 1", "at least 2")),
     "no generation": ({"num_generations": 0}, ("`num_generations` is 0",)),
     "no rows": ({"per_device_train_batch_size": 0}, ("`per_device_train_batch_size` is 0",)),

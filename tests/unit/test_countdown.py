@@ -68,9 +68,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:20].encode("ascii", "backslashreplace").decode())
 def test_hostile_expressions_earn_nothing_at_once(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert score(f"<answer>{text}</answer>", [3, 5], 15) == 0.0
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_brackets_within_the_limit_are_read() -> None:

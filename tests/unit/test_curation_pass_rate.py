@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.curation import Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation.sample_file import opened
 
 PROBLEMS = [{"prompt": f"{k} + {k}?", "solution": str(2 * k), "domain": "sums"} for k in range(10)]
 
@@ -75,6 +76,18 @@ def test_going_on_repeats_nothing(tmp_path: Path) -> None:
     third = Scripted()
     assert pass_rates(PROBLEMS[::-1], third, exact, path=file, progress=False) == rates
     assert third.asked == []
+
+
+@pytest.mark.parametrize("content", ["my notes\n", "my notes", "a\nb", '{"a": 1}\n'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    """`--samples notes.txt`, or a link to it in the place of `pass_rates.jsonl`, emptied the file."""
+    notes, link = tmp_path / "notes.txt", tmp_path / "pass_rates.jsonl"
+    notes.write_text(content)
+    link.symlink_to(notes)
+    for path in (notes, link):
+        with pytest.raises(ValueError, match="something else than samples"), opened(path, {"grpo_lab": 1}, False):
+            pass
+    assert notes.read_text() == content
 
 
 @pytest.mark.parametrize(
@@ -142,8 +155,10 @@ def test_equal_problems_are_sampled_once_and_hostile_text_survives_the_file(tmp_
 def test_a_wrong_number_of_results_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="asked for 10 completions"):
         pass_rates(PROBLEMS, lambda p, n: [["1"] * (n - 1) for _ in p], exact, progress=False)
-    with pytest.raises(ValueError, match="returned 1 scores"):
+    with pytest.raises(ValueError, match="returned 1 rewards"):
         pass_rates(PROBLEMS, Scripted(), lambda **c: [1.0], progress=False)
+    with pytest.raises(ValueError, match="`score` returned 1j for completion 3; allowed are finite numbers"):
+        pass_rates(PROBLEMS, Scripted(), lambda prompts, **c: [1.0] * 3 + [1j] * (len(prompts) - 3), progress=False)
     with pytest.raises(ValueError, match="prompt_column"):
         pass_rates([{"question": "?"}], Scripted(), exact, progress=False)
     with pytest.raises(ValueError, match="n=0"):
@@ -159,7 +174,8 @@ log = Path(sys.argv[2])
 def generate(prompts, n):
     with log.open("a") as file:
         file.write("".join(p + "\\n" for p in prompts))
-    time.sleep(0.05)
+    if sys.argv[3] == "hold" and len(log.read_text().splitlines()) >= 12:
+        time.sleep(3600)
     return [["x"] * n for _ in prompts]
 
 problems = [{"prompt": f"problem {k}"} for k in range(40)]
@@ -172,7 +188,7 @@ print(sum(rate.rate == 1.0 for rate in rates))
 def test_a_killed_process_goes_on_and_a_second_writer_is_refused(tmp_path: Path) -> None:
     file, log = tmp_path / "rates.jsonl", tmp_path / "asked.txt"
     command = [sys.executable, "-c", CHILD, str(file), str(log)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE)
+    first = subprocess.Popen([*command, "hold"], stdout=subprocess.PIPE)
     while not (log.exists() and len(log.read_text().splitlines()) >= 12):
         assert first.poll() is None
         time.sleep(0.01)
@@ -182,7 +198,7 @@ def test_a_killed_process_goes_on_and_a_second_writer_is_refused(tmp_path: Path)
     first.wait()
     saved = len(file.read_bytes().splitlines()) - 1
     assert saved >= 10
-    second = subprocess.run(command, capture_output=True, check=True)
+    second = subprocess.run([*command, "go on"], capture_output=True, check=True)
     assert second.stdout.strip() == b"40"
     asked = log.read_text().splitlines()
     assert len(set(asked)) == 40

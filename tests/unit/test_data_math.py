@@ -44,10 +44,10 @@ def test_last_boxed_takes_any_text(text: str) -> None:
 
 
 def test_last_boxed_is_linear_in_hostile_text() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert last_boxed("\\boxed{" * 15_000) is None
     assert last_boxed("\\boxed{" + "{" * 100_000 + "}" * 100_000 + "}") is not None
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,9 @@ def test_as_it_is_written(text: str, verdicts: list[bool]) -> None:
 def test_a_hostile_text_costs_its_length(unit: str) -> None:
     """100 kB of each; what is quadratic in it would take minutes, what is linear takes about a second here."""
     text = "1 + 1 = " + (unit * (LONG // len(unit) + 1))[:LONG]
-    began = time.perf_counter()
+    began = time.process_time()
     judged(text)
-    assert time.perf_counter() - began < 30.0
+    assert time.process_time() - began < 30.0
 
 
 def test_plain_text_stays() -> None:

@@ -404,8 +404,17 @@ def test_ctrl_c_keeps_the_answers_that_are_there(model_and_tokenizer, monkeypatc
         ({"n_samples": 2, "temperature": math.nan}, "temperature must be above 0"),
         ({"model": None}, "needs a model, or generate="),
         ({"max_new_tokens": 512}, r"together 51\d, but the model's context \(max_position_embeddings\) is 512"),
-        ({"reward": lambda prompts, completions, **_: [1.0, 0.0]}, "returned 2 scores for 1 completions"),
+        ({"reward": lambda prompts, completions, **_: [1.0, 0.0]}, "returned 2 rewards for 1 completions"),
         ({"reward": lambda prompts, completions, **_: [math.inf]}, "returned inf for completion 0"),
+        ({"reward": lambda prompts, completions, **_: [math.nan]}, "returned nan for completion 0"),
+        (
+            {"reward": lambda prompts, completions, **_: ["0.5"]},
+            "the reward '<lambda>' returned '0.5' for completion 0; allowed are",
+        ),
+        (
+            {"reward": lambda prompts, completions, **_: 0.5},
+            "the reward '<lambda>' returned a float; it must return a list",
+        ),
         ({"generate": lambda prompts, **_: []}, "returned 0 lists"),
     ],
 )

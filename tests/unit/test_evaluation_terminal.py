@@ -3,11 +3,10 @@
 import io
 
 import pytest
-from rich.console import Console
 
 from grpo_lab.diagnostics import diagnose
 from grpo_lab.evaluation import EvaluationResult, Outcome, headline, terminal_summary
-from grpo_lab.evaluation.terminal import duration, lengths
+from grpo_lab.evaluation.terminal import Terminal, duration, lengths
 
 
 def result(correct, wrong, truncated=0, samples=0):
@@ -23,7 +22,7 @@ def result(correct, wrong, truncated=0, samples=0):
 
 def printed(*args, width=80, **kwargs):
     stream = io.StringIO()
-    terminal_summary(*args, console=Console(file=stream, width=width), **kwargs)
+    terminal_summary(*args, console=Terminal(file=stream, width=width), **kwargs)
     return stream.getvalue()
 
 

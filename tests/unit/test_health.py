@@ -13,7 +13,7 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.windows import rise_in_errors
 from grpo_lab.evaluation.health import facts_of, last_verdict, left_out, verdicts, windows
-from grpo_lab.evaluation.panels import panel_views
+from grpo_lab.evaluation.panels import panel_figures
 from grpo_lab.evaluation.run_record import RunRecord
 
 HEALTHY = {
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "KL runs away": ([run(*[{"kl": 1.1}] * 3)], [run(*[{"kl": 0.9}] * 3), run({"kl": 2.9})]),  # mean 0.973
     "clip share": (
-        [run(*[{"clip_ratio/region_mean": 0.3}] * 3)],
+        [run(*[{"clip_ratio/region_mean": 0.3}] * 3), run(*[{"clip_ratio/region_mean": 0.1, "clip_ratio/delta_mean": 0.15}] * 3)],
         [run(*[{"clip_ratio/region_mean": 0.19}] * 3)],
     ),
     "entropy collapses": (
@@ -195,9 +195,9 @@ def test_with_a_critic_no_group_is_dead() -> None:
 
 def test_the_report_of_a_critic_has_no_plot_of_dead_groups(tmp_path: Path) -> None:
     metrics = {"groups/dead_share": [(1, 0.5)], "loss": [(1, 0.1)]}
-    assert "Dead groups" in [view.title for view in panel_views(RunRecord(tmp_path, metrics=metrics))]
+    assert "Dead groups" in [view.title for view in panel_figures(RunRecord(tmp_path, metrics=metrics))[0]]
     titles = [
-        view.title for view in panel_views(RunRecord(tmp_path, metrics={**metrics, "ppo/task_reward": [(1, 0.5)]}))
+        view.title for view in panel_figures(RunRecord(tmp_path, metrics={**metrics, "ppo/task_reward": [(1, 0.5)]}))[0]
     ]
     assert "Dead groups" not in titles
     assert "Rewards of PPO" in titles
@@ -244,6 +244,7 @@ def test_the_line_names_what_was_seen_and_the_settings() -> None:
     healthy = diagnose(run({"reward": 0.8})).line
     assert healthy == "step 4: healthy (reward 0.6, first 0.5; length 100; entropy 0.4)"  # (0.5 + 0.5 + 0.8) / 3
     assert "\n" not in line + healthy
+    assert diagnose(run({"reward": None}, windows=0)).line == "step 1: healthy (length 100; entropy 0.4)"
 
 
 def test_where_windows_are_long_ten_of_them_are_looked_at() -> None:

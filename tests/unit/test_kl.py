@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_lab.objectives import KLTerm, k1, k2, k3
+from grpo_lab.objectives import KLTerm, TokenBatch, k1, k2, k3, log_ratio
 from reference.cases import poisoned, random_batch
 
 POLICY = torch.tensor([[-1.0, -2.0], [-0.5, -0.5]], dtype=torch.float64)
@@ -77,13 +77,33 @@ def test_ratio_weighting_multiplies_by_the_ratio_and_does_not_detach_it() -> Non
     assert torch.allclose(gradient[chosen], (-batch.ratio.detach() * x)[chosen], rtol=1e-12)
 
 
+@pytest.mark.parametrize("ratio", ["token", "product"])
+def test_a_small_ratio_times_a_large_k3_is_their_product_in_float32_too(ratio: str) -> None:
+    """x = 98 at the first token: eˣ is infinite in float32, and ρ·k3 = e^−98·(e^98 − 99) is 1; with the row's ratio, e^−98.5 (0 in
+    float32), it is 0.61."""
+    logps = torch.tensor([[-100.0, -1.0, -2.0]], dtype=torch.float64)
+    old, ref = torch.tensor([[-2.0, -0.5, -2.0]]).double(), torch.tensor([[-2.0, -0.9, -2.0]]).double()
+    mask, found = torch.ones(1, 3, dtype=torch.bool), {}
+    for dtype in (torch.float64, torch.float32):
+        moving = logps.to(dtype).requires_grad_()
+        step = log_ratio(ratio, moving, old.to(dtype), mask)
+        batch = TokenBatch(moving, old.to(dtype), step, torch.ones(1, 1, dtype=dtype), mask, ref.to(dtype))
+        value = KLTerm(1.0, "k3", ratio_weighted=True).in_loss(batch)
+        (gradient,) = torch.autograd.grad(value.sum(), moving)
+        found[dtype] = (value.detach().double(), gradient.double())
+    x = ref - logps
+    ratios = (logps - old).sum(1, keepdim=True).exp() if ratio == "product" else (logps - old).exp()
+    torch.testing.assert_close(found[torch.float64][0], ratios * (x.exp() - x - 1), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found[torch.float32], found[torch.float64], rtol=1e-4, atol=1e-6)
+
+
 def test_the_door() -> None:
     with pytest.raises(ValueError, match=r"`kl.estimator` is 'k4'; it must be one of"):
         KLTerm(0.1, "k4")
     with pytest.raises(ValueError, match=r"`kl.placement` is 'advantage'; it must be one of"):
         KLTerm(0.1, "k1", "advantage")
-    for coefficient in (-0.1, math.nan):
-        with pytest.raises(ValueError, match=r"`kl.coefficient` .* must be ≥ 0"):
+    for coefficient in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"`kl.coefficient` .* must be a finite number ≥ 0"):
             KLTerm(coefficient)
     with pytest.raises(ValueError, match=r"`kl.ratio_weighted` has no effect"):
         KLTerm(0.1, "k1", "reward", ratio_weighted=True)

@@ -202,9 +202,9 @@ def test_any_text_has_a_score_between_0_and_1(text: str) -> None:
     ids=lambda text: repr(text[:8]),
 )
 def test_hostile_text_takes_linear_time(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert 0.0 <= score(text) <= 1.0
-    assert time.perf_counter() - began < 10  # some 0.1 s alone; a quadratic pattern takes minutes
+    assert time.process_time() - began < 10  # some 0.1 s alone; a quadratic pattern takes minutes
 
 
 def test_ten_thousand_words_in_about_a_second() -> None:
@@ -213,9 +213,9 @@ def test_ten_thousand_words_in_about_a_second() -> None:
     nonsense = " ".join("".join(map(chr, row)) for row in letters)
     score(ENGLISH)  # models loaded
     for text in (" ".join(words[:10_000]), nonsense, CHINESE * 600):
-        began = time.perf_counter()
+        began = time.process_time()
         score(text)
-        assert time.perf_counter() - began < 5  # 0.1 to 0.6 s on an idle core; the machine may be shared
+        assert time.process_time() - began < 5  # 0.1 to 0.6 s on an idle core; the machine may be shared
 
 
 def test_words_of_spaced_and_unspaced_scripts() -> None:
@@ -249,7 +249,7 @@ def test_a_missing_library_is_named_with_the_remedy() -> None:
         "from grpo_lab.rewards.language import LanguageConsistencyReward as R\n"
         "R('en')(completions=['the cat'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert "pip install 'grpo_lab[language]'" in done.stderr
 
@@ -266,7 +266,7 @@ def test_the_same_in_every_process() -> None:
         [sys.executable, "-c", code, mixed],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONHASHSEED": "1"},
     )
     assert done.stdout == f"{[score(mixed)]}\n"

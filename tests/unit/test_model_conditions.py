@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoHaConfig, LoKrConfig, PrefixTuningConfig, PromptTuningConfig
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,14 +37,14 @@ from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
     dropout_rate,
-    keeps_positions,
     layer_drop_rate,
     mixes_rows,
+    moves_positions,
     padding_reaches_state,
     router_noise,
     shared_dropout_rate,
 )
-from parity.harness import arguments, assert_same_movement, train
+from parity.harness import arguments, assert_same_movement, mixed_reward, problems, train
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -95,7 +98,7 @@ def test_rates_are_those_of_the_config_whatever_the_family_calls_them(name: str)
     model, (_, dropout, layer_drop, noise, _) = built(name), MODELS[name]
     assert (dropout_rate(model), layer_drop_rate(model), router_noise(model)) == (dropout, layer_drop, noise)
     assert not mixes_rows(model, "no")
-    assert keeps_positions(model) is (name not in ("opt layerdrop", "biogpt"))  # theirs are counted from the mask
+    assert ("from the attention mask" in moves_positions(model)) is (name in ("opt layerdrop", "biogpt"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -178,6 +181,78 @@ def test_in_training(
         assert found.stock is None
     else:
         assert caplog.text.count(reason) == 1
+
+
+def without_layer_drop(name: str) -> PreTrainedConfig:
+    config = copy.deepcopy(MODELS[name][0])
+    config.layerdrop = 0.0
+    return config
+
+
+def scaled_rope(kind: str, **more: Any) -> PreTrainedConfig:
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **more}
+    return Qwen2Config(**SIZES, rope_parameters=rope)
+
+
+def as_fp8(trainer: Any) -> None:
+    trainer.accelerator.state._mixed_precision = "fp8"
+
+
+def with_batch_norm(trainer: Any) -> None:
+    trainer.model.add_module("norm", nn.BatchNorm1d(2))
+
+
+def with_capacity(trainer: Any) -> None:
+    trainer.model.lm_head.expert_capacity = 4
+
+
+def drawing(trainer: Any) -> None:
+    trainer.model.model.layers[0].register_forward_hook(lambda _m, _i, output: (torch.rand(1), output)[1])
+
+
+LONG = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+#: what is in the way → config, adapter, what is done to the trainer, settings, and the words that name it
+CAUSES: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
+    "dynamic": (scaled_rope("dynamic"), None, None, {}, "rope_type 'dynamic'"),
+    "longrope": (scaled_rope("longrope", **LONG), None, None, {}, "rope_type 'longrope'"),
+    "opt": (without_layer_drop("opt layerdrop"), None, None, {}, "learned positions from the attention mask"),
+    "prompt tuning": (SIZES, PromptTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PromptTuningConfig`"),
+    "prefix tuning": (SIZES, PrefixTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PrefixTuningConfig`"),
+    "batch norm": (SIZES, None, with_batch_norm, {}, "batch norm"),
+    "capacity": (SIZES, None, with_capacity, {}, "`expert_capacity`"),
+    "fp8": (SIZES, None, as_fp8, {}, "in fp8 .*`mixed_precision`"),
+    "dbrx": (MODELS["dbrx moe_jitter_eps"][0], None, None, {}, "DBRX calls it moe_jitter_eps"),
+    "lokr": (SIZES, LoKrConfig(target_modules=["q_proj"], rank_dropout=0.1), None, {}, "rank_dropout"),
+    "loha": (SIZES, LoHaConfig(target_modules=["q_proj"], module_dropout=0.1), None, {}, "module_dropout"),
+    "draws": (Qwen2Config(**SIZES, attention_dropout=0.25), None, drawing, {}, "random numbers beside torch's dropout"),
+    "same draws": (
+        Qwen2Config(**SIZES, attention_dropout=0.25), None, None, {"update": {"randomness": "same_draws"}}, "p=0.25",
+    ),
+    "neftune": (SIZES, None, None, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    "experts' loss": (MODELS["mixtral"][0], None, None, {"router_aux_loss_coef": 0.05}, "router_aux_loss_coef=0.05"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_reason_names_the_cause(cause: str, tmp_path: Path) -> None:
+    """Prompt tuning and OPT were told of rotary scaling, fp8 of layers that no setting changes, DBRX of a setting that it has not."""
+    given, adapter, prepare, settings, words = CAUSES[cause]
+    _, tokenizer = tiny_model("qwen2")
+    config = copy.deepcopy(Qwen2Config(**given) if isinstance(given, dict) else given)
+    config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    if adapter is not None:
+        adapter.task_type = "CAUSAL_LM"
+    args = LabConfig(**{**arguments(tmp_path, router_aux_loss_coef=0.0), **settings}, objective="dr_grpo")
+    trainer = LabTrainer(
+        AutoModelForCausalLM.from_config(config), mixed_reward(), args, problems(), processing_class=tokenizer, peft_config=adapter
+    )  # fmt: skip
+    precision = trainer.accelerator.state._mixed_precision
+    try:
+        (prepare or (lambda _: None))(trainer)
+        trainer.model.train()
+        assert re.search(words, str(trainer.exact_update.verdict.now().stock))
+    finally:
+        trainer.accelerator.state._mixed_precision = precision
 
 
 STATES: dict[str, tuple[PreTrainedConfig, bool]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.one_writer import LOCK, OneWriter, is_empty
 from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.run_folder import MetricsFile, write_run
+from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.rollouts.server_restart import Restart
 
 HOLDS = """
 import sys
@@ -55,6 +60,53 @@ def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
     with OneWriter(folder).take():
         assert is_empty(folder)
     assert not (folder / LOCK).exists()
+
+
+def lock(folder: Path) -> None:
+    OneWriter(folder).take()
+
+
+def log_a_step(folder: Path) -> None:
+    MetricsFile(folder / "metrics.jsonl").on_log(
+        None, SimpleNamespace(is_world_process_zero=True, global_step=1), None, {"loss": 0.5}
+    )
+
+
+def cut(folder: Path) -> None:
+    trim_to_whole_batches(folder / "samples.jsonl", 4)
+
+
+def start_a_server(folder: Path) -> None:
+    Restart("true", folder / "server.log").start()
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "refused"),
+    [
+        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True), ("server.log", start_a_server, True),
+        ("run.json.part", lambda folder: write_run(folder, {}), False),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_through_a_link_in_the_output_folder(
+    tmp_path: Path, name: str, write: Callable[[Path], None], refused: bool
+) -> None:
+    """Of every file of ours with a name that somebody else can foresee; the lock's link emptied its target."""
+    mine = tmp_path / "mine"
+    mine.write_text("my notes")
+    (tmp_path / name).symlink_to(mine)
+    if refused:
+        with pytest.raises(ValueError, match=rf"{name} is a link or no plain file"):
+            write(tmp_path)
+    else:
+        write(tmp_path)
+    assert mine.read_text() == "my notes"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / LOCK)
+    with pytest.raises(ValueError, match="no plain file"):
+        lock(tmp_path)
 
 
 def training(folder: Path) -> Any:

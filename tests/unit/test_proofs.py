@@ -138,9 +138,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_texts_earn_nothing_at_once(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert ProofReward()(completions=[text], sequent=["p |- q"]) == [0.0]
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_a_sequent_that_is_none_is_unscorable() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from distributed.launch import free_port
 from grpo_lab import LabConfig
 from grpo_lab.trainer.ranks import places
 from grpo_lab.trainer.ranks.ledger import Entry, Ledger
@@ -48,15 +47,16 @@ def test_other_errors_pass_as_they_are(said: str) -> None:
     assert type(caught.value) is RuntimeError
 
 
-def sleeping(until: threading.Event) -> None:
+def sleeping(begun: threading.Event, until: threading.Event) -> None:
+    begun.set()
     until.wait()
 
 
 def test_the_line_is_the_innermost_of_somebodys_own() -> None:
-    until = threading.Event()
-    thread = threading.Thread(target=sleeping, args=(until,))
+    begun, until = threading.Event(), threading.Event()
+    thread = threading.Thread(target=sleeping, args=(begun, until))
     thread.start()
-    time.sleep(0.05)
+    begun.wait()
     line, waits = places.line_of(thread.ident or 0)
     until.set()
     thread.join()
@@ -68,10 +68,10 @@ def test_the_line_is_the_innermost_of_somebodys_own() -> None:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a launcher offers: a store, and where it is."""
-    port = free_port()
+    made = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    return distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(made.port))
+    return made
 
 
 def watch_of(rank: int, ranks: int, limit: float = 100.0) -> RankWatch:
@@ -133,9 +133,13 @@ def test_without_a_store_the_error_still_has_rank_and_place(monkeypatch: pytest.
 
 def test_at_half_of_the_limit_a_warning_says_where_this_rank_is(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="grpo_lab"), watch_of(0, 2, limit=2.0), at("step"):
-        time.sleep(1.7)  # a beat is half a second
-    assert len(caplog.records) == 1
-    assert re.search(r"rank 0 of 2 is at «step», step 12, for [12] s: unit/test_ranks\.py:", caplog.text)
+        while not caplog.records:
+            time.sleep(0.1)
+        time.sleep(1.1)  # two beats: once at half of the limit, once at nine tenths
+    assert len(caplog.records) <= 2
+    assert re.search(
+        r"rank 0 of 2 is at «step», step 12, for \d+ s: unit/test_ranks\.py:", caplog.records[0].getMessage()
+    )
 
 
 def test_a_limit_must_be_a_positive_number(tmp_path: Any) -> None:

@@ -101,6 +101,22 @@ def test_one_number_in_every_writing(word: str) -> None:
         (["--sampler", "{name: prioritized, floor: low}"], "`sampler.floor` is 'low'; it must be a number"),
         (["--rollout", "{verify_every: often}"], "`rollout.verify_every` is 'often'; it must be a whole number"),
         (["--objective"], "`objective` is True: it has no value"),
+        (["--learning_rate", "nan"], "`learning_rate` is 'nan'; it must be a number"),
+        (["--epsilon_high", ".nan"], "`epsilon_high` is nan; it must be a number"),
+        (["--top_k", "nan"], "`top_k` is 'nan'; it must be a whole number"),
+        (["--objective", "{name: mirror_descent, tau: nan}"], "`objective.tau` is 'nan'; it must be a number"),
+        (["--objective", "{name: dr_grpo, epsilon: inf}"], "`objective.epsilon` is inf; it must be a finite number"),
+        (
+            ["--beta", "0", "--kl", "{estimator: k3, coefficient: .inf}"],
+            "`kl.coefficient` is inf; it must be a finite number",
+        ),
+        (["--beta", "0", "--kl", "{estimator: k3, coefficient: .nan}"], "`kl.coefficient` is nan; it must be a number"),
+        (["--kl", "k3", "--beta", ".inf"], r"`kl.coefficient` \(β\) is inf; it must be a finite number ≥ 0"),
+        (["--sampler", "{name: prioritized, floor: .nan}"], "`sampler.floor` is nan; it must be a number"),
+        (
+            ["--reward_schedules", "{accuracy_reward: .nan}"],
+            "schedule 'constant': `value` must be a finite number, got nan",
+        ),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(words: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -272,6 +273,10 @@ def test_whose_default_is_in_force() -> None:
         ({"advantage": {"name": "group_mean", "std": "population"}}, "`advantage.std`=population has no effect on the advantage rule 'GroupMean'"),
         ({"advantage": {"name": "group_zscore", "std": "biased"}}, r"`advantage\.std` is 'biased'"),
         ({"objective": {"name": "thing", "ratio": "product", "epsilon": "wide"}, }, "`objective.epsilon` is 'wide'; it must be a number"),
+        ({"objective": {"name": "thing", "my_knob": math.inf}}, "`objective.my_knob` is inf; it must be a finite number"),
+        ({"objective": {"name": "thing", "my_knob": -math.inf}}, "`objective.my_knob` is -inf; it must be a finite number"),
+        ({"objective": {"name": "thing", "my_knob": math.nan}}, "`objective.my_knob` is nan; it must be a"),
+        ({"advantage": {"name": "group_zscore", "epsilon": math.inf}}, "`advantage.epsilon` is inf; it must be a finite number"),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.evaluation.rounds_page import figures, rounds_page
+from grpo_lab.evaluation.files import write_json, write_json_lines
+from grpo_lab.evaluation.rounds_page import figures, rounds_page, rounds_table
+from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
@@ -243,20 +245,24 @@ def test_a_line_holds_shares_and_totals() -> None:
     assert (start["steps"], start["tokens_total"], start["accuracy"], start["length"]) == (0, 0, 0.25, 5.0)
     # 5 own rows of 20 samples, 6 ways over 3 solved problems; two rounds of 3 steps and 200 tokens
     assert (second["kept_share"], second["ways"], second["steps_total"], second["tokens_total"]) == (0.25, 2.0, 6, 400)
-    assert [column.text(start) for column in COLUMNS][:2] == ["0", "–"]
-    assert "25.0% [10.0, 40.0]" in [column.text(second) for column in COLUMNS]
+    table = rounds_table([start, second], COLUMNS)
+    assert table.rows[0][:2] == ["0", "–"]
+    assert "25.0% [10.0%, 40.0%]" in table.rows[1]
 
 
-def test_the_page_shows_every_curve_and_trusts_no_text() -> None:
-    found = figures(lines())
+def test_the_page_shows_every_curve_and_trusts_no_text(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "rounds.jsonl", lines())
+    recorded = read_run(tmp_path).rounds
+    found = figures(recorded)
     assert [one.title for one in found][-1].startswith("Weight of a pair")
-    assert all(one.chart is not None for one in found)
-    assert len(figures([{k: v for k, v in line.items() if "weight" not in k} for line in lines()])) == 4
-    text = rounds_page(
-        lines(), {"name": "<b>x", "method": "dpo", "count": 2, "recipe": {"data": {"loader": "<i>"}}, "seconds": {}}
-    )
+    assert len(found) == 5
+    assert len(figures([{k: v for k, v in line.items() if "weight" not in k} for line in recorded])) == 4
+    run = {"name": "<b>x", "pipeline": "rounds", "method": "dpo", "count": 2, "recipe": {"data": {"loader": "<i>"}}}
+    write_json(tmp_path / "run.json", run)
+    text = rounds_page(read_run(tmp_path)).html()
     assert "&lt;b&gt;x" in text
     assert "<i>" not in text
     assert "tokens generated</text>" in text
     assert "0.500 → 0.400" in text
-    assert "not recorded" in rounds_page(lines()[:1], {})
+    (tmp_path / "rounds.jsonl").unlink()
+    assert "Not recorded: Rounds (rounds.jsonl)." in rounds_page(read_run(tmp_path)).html()

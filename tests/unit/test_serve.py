@@ -6,12 +6,14 @@ import argparse
 import itertools
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.rollouts import serve
+from grpo_lab.rollouts import leftovers, serve, server_token
 from grpo_lab.rollouts.server import ServerOptions, server_command
 
 
@@ -133,3 +135,39 @@ def test_head_size_of_a_folder(tmp_path: Path) -> None:
     for config, size in (({"hidden_size": 64, "num_attention_heads": 4}, 16), ({"head_dim": 8, "hidden_size": 64}, 8)):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert serve.head_size(str(tmp_path)) == size
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from grpo_lab.rollouts.leftovers import own_folder
+from grpo_lab.rollouts.server_token import of_server
+made = of_server("http://127.0.0.1:8124", None)
+with own_folder("a-test-", sys.argv[1]) as folder:
+    (folder / "socket").touch()
+    print(made.file, folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token, its folder of sockets; a trainer's weights in shared memory are kept in the same way."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv(server_token.VARIABLE, raising=False)
+    monkeypatch.setattr(leftovers, "_OLD_S", -1.0)
+    mine = tmp_path / "a-test-mine"  # the user's own
+    mine.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        token, folder = map(Path, other.stdout.readline().split())
+        for alive in (True, False):
+            made = server_token.of_server("http://127.0.0.1:8125", None)  # another port: its own token lies beside
+            with leftovers.own_folder("a-test-", tmp_path) as ours:
+                assert ours.is_dir()
+                assert (token.is_file(), (folder / "socket").is_file()) == (alive, alive)
+            made.forget()
+            assert not ours.exists()
+            other.kill()
+            other.wait()
+    assert mine.is_dir()

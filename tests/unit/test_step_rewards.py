@@ -83,6 +83,9 @@ def test_nan_is_not_scored_and_counted_once_a_completion() -> None:
         (None, "returned 0 lists for 1 completions"),
         ([(True, 1.0)], "token True"),
         ([(1, "good")], "a step is \\(end_token, score\\)"),
+        ([(1, "0.5")], "a step is \\(end_token, score\\)"),
+        ([(1, 1j)], "a step is \\(end_token, score\\)"),
+        ([(1, 10**400)], "gave inf to a step of completion 0; allowed are finite numbers"),
         ([(1, 2, 3)], "a step is"),
         ([0.5], "a step is"),
         (0.5, "returned 0.5 for completion 0"),
@@ -234,9 +237,9 @@ def test_the_reader_against_python(seed: int) -> None:
      "((((" * 25 + "=" * 3, "\x00 = \u202e 3", "9^64^64 = 2", "A = A = A", "1/3" * 3000 + " = 1", "x" * 100_000 + "=" + "y" * 100_000],
 )  # fmt: skip
 def test_hostile_text_is_not_judged_and_costs_its_length(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     judged(text)
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
     with pytest.raises(NotArithmetic):
         value_of("9^9^9^9")
 

@@ -21,16 +21,16 @@ def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypa
     class Late(StopRequests):
         def _standing(self) -> str | None:
             looks.set()
-            ended.wait(10)
+            ended.wait(600)
             return "stop file"
 
     before = signal.signal(signal.SIGUSR1, lambda *_: asked.append("SIGUSR1"))
     try:
         with Late(tmp_path):
-            assert looks.wait(10)
+            assert looks.wait(600)
             beside = next(one for one in threading.enumerate() if one.name == "stop file, max_hours")
         ended.set()
-        beside.join(10)
+        beside.join(600)
         assert not beside.is_alive()
         assert not asked
     finally:

@@ -109,24 +109,28 @@ def test_equal_ends_are_the_symmetric_clip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "low", "high"),
+    ("ratio", "advantage", "cut"),
     [
-        (0.5, -1.0, True, False),
-        (0.5, 1.0, False, False),
-        (1.5, 1.0, False, True),
-        (1.5, -1.0, False, False),
-        (1.0, 1.0, False, False),
+        (0.5, -1.0, {"low"}),
+        (0.5, 1.0, set()),
+        (1.5, 1.0, {"high"}),
+        (1.5, -1.0, set()),
+        (1.0, 1.0, set()),
+        (5.0, 1.0, {"high"}),
+        (5.0, -1.0, {"delta"}),
     ],
 )
+@pytest.mark.parametrize("delta", [None, 4.0])
 def test_clip_share_counts_exactly_the_tokens_without_gradient(
-    ratio: float, advantage: float, low: bool, high: bool
+    ratio: float, advantage: float, cut: set[str], delta: float | None
 ) -> None:
-    batch = one(ratio, advantage)
-    found = Clipped(0.2).diagnostics(batch)
-    assert found["clip_ratio/low_mean"].item() is low
-    assert found["clip_ratio/high_mean"].item() is high
-    assert found["clip_ratio/region_mean"].item() is (low or high)
-    assert (value_and_gradient(Clipped(0.2), batch)[1] == 0.0) is (low or high)
+    """δ has a metric of its own: TRL's three count ρ > δ with Â < 0 nowhere, and stay TRL's."""
+    push, batch = Clipped(0.2, delta=delta), one(ratio, advantage)
+    found = {name.split("/")[1].removesuffix("_mean"): value.item() for name, value in push.diagnostics(batch).items()}
+    seen = cut if delta else cut - {"delta"}
+    assert {name for name, value in found.items() if value and name != "region"} == seen
+    assert found["region"] is bool(seen & {"low", "high"})
+    assert (value_and_gradient(push, batch)[1] == 0.0) is bool(seen)
 
 
 def test_cispo_clip_share() -> None:
@@ -155,10 +159,19 @@ def test_the_door() -> None:
         Clipped(0.2, -0.1)
 
 
+@pytest.mark.parametrize("bound", [0.9, 1.28, math.inf])
+def test_a_two_sided_bound_within_the_clip_is_refused(bound: float) -> None:
+    """Below the clip's end δ takes the place of ε_high for Â > 0, and bounds nothing for Â < 0; an infinite one bounds nothing at all."""
+    with pytest.raises(
+        ValueError, match=rf"`delta` .* is {bound}; it must be a finite number above 1 \+ `epsilon_high` = 1\.28"
+    ):
+        Clipped(0.2, 0.28, bound)
+
+
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_that_would_stop_or_turn_the_gradient_is_refused(bound: float) -> None:
     """A negative bound used to turn every gradient round, a bound of 0 to stop them all, without a word."""
     with pytest.raises(ValueError, match=r"`epsilon_high`.*cispo.*> 0"):
         DetachedWeight(bound)
-    with pytest.raises(ValueError, match=r"`delta`.*> 0"):
+    with pytest.raises(ValueError, match=r"`delta`.*above 1 \+ `epsilon_high` = 1\.2"):
         Clipped(0.2, delta=bound)

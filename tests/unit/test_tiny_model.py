@@ -102,7 +102,7 @@ def test_seeds_and_the_global_random_state() -> None:
 
 def test_the_tokenizer_is_the_same_in_another_process() -> None:
     code = "from grpo_lab.testing import tiny_tokenizer as t; print(sorted(t().get_vocab().items()))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert run.stdout.strip() == str(sorted(TOKENIZER.get_vocab().items()))
 
 

@@ -15,10 +15,7 @@ from grpo_lab.update import LiveConditions, live_rows, why_all_rows, why_stock_b
 EXACT = LiveConditions(
     kl_in_loss=0.0,
     value_loss=0.0,
-    surrogate_vanishes=True,
-    entropy_bonus=0.0,
-    adaptive_entropy=False,
-    entropy_quantile=1.0,
+    pull="",
     moe_aux_loss=0.0,
     dropout=0.0,
     same_draws=True,
@@ -27,11 +24,10 @@ EXACT = LiveConditions(
     router_noise=0.0,
     random_forward=False,
     embedding_noise=0.0,
-    batch_dependent_layers=False,
-    shift_invariant_positions=True,
+    mixed_rows="",
+    moved_positions="",
     state_reads_padding=False,
-    local_denominator=False,
-    off_policy_mask_per_row=True,
+    local_average="",
     multimodal=False,
 )
 
@@ -39,11 +35,7 @@ EXACT = LiveConditions(
 BREAKS = [
     ("kl_in_loss", 0.04, "beta=0.04", False),
     ("value_loss", 0.5, "value loss", False),
-    ("surrogate_vanishes", False, "surrogate", False),
-    ("entropy_bonus", 0.001, "entropy_coef=0.001", True),
-    ("entropy_bonus", -0.001, "entropy_coef=-0.001", True),
-    ("adaptive_entropy", True, "use_adaptive_entropy", True),
-    ("entropy_quantile", 0.2, "top_entropy_quantile=0.2", True),
+    ("pull", "the surrogate `Mine`", "the surrogate `Mine`: the loss of a row does not vanish", False),
     ("moe_aux_loss", 0.001, "router_aux_loss_coef=0.001", True),
     ("dropout", 0.05, "update.randomness: same_distribution", True),
     ("shared_dropout", 0.05, "rank_dropout", True),
@@ -51,11 +43,10 @@ BREAKS = [
     ("router_noise", 0.01, "router_jitter_noise=0.01", True),
     ("random_forward", True, "drew random numbers", True),
     ("embedding_noise", 5.0, "neftune_noise_alpha=5.0", True),
-    ("batch_dependent_layers", True, "layers", True),
-    ("shift_invariant_positions", False, "positions", True),
+    ("mixed_rows", "batch norm", "other rows of its batch: batch norm", True),
+    ("moved_positions", "virtual tokens", "re-aligned without changing its log-probs: virtual tokens", True),
     ("state_reads_padding", True, "recurrent state", True),
-    ("local_denominator", True, "bnpo", True),
-    ("off_policy_mask_per_row", False, "off_policy_mask_threshold", True),
+    ("local_average", "mine", "the average `mine` divides by the tokens of its own micro-batch", True),
     ("multimodal", True, "images", True),
 ]
 
@@ -67,7 +58,7 @@ def test_nothing_stands_in_the_way() -> None:
 
 @pytest.mark.parametrize(("name", "value", "word", "grouping"), BREAKS)
 def test_each_condition_alone_keeps_all_rows_and_is_named(
-    name: str, value: float | bool, word: str, grouping: bool
+    name: str, value: float | bool | str, word: str, grouping: bool
 ) -> None:
     conditions = dataclasses.replace(EXACT, **{name: value})
     reason = why_all_rows(conditions)
@@ -78,7 +69,7 @@ def test_each_condition_alone_keeps_all_rows_and_is_named(
 
 @pytest.mark.parametrize(("name", "value", "word", "grouping"), BREAKS)
 def test_where_the_distribution_is_enough_dropout_is_no_condition_and_all_others_are(
-    name: str, value: float | bool, word: str, grouping: bool
+    name: str, value: float | bool | str, word: str, grouping: bool
 ) -> None:
     conditions = dataclasses.replace(EXACT, **{name: value}, same_draws=False)
     reason = why_all_rows(conditions)
@@ -95,7 +86,14 @@ def test_every_condition_has_a_row_here_and_none_has_a_default() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("kl_in_loss", math.nan), ("kl_in_loss", None), ("dropout", True), ("multimodal", 1), ("multimodal", None)],
+    [
+        ("kl_in_loss", math.nan),
+        ("kl_in_loss", None),
+        ("dropout", True),
+        ("multimodal", 1),
+        ("multimodal", None),
+        ("pull", False),
+    ],
 )
 def test_conditions_of_the_wrong_kind_are_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"LiveConditions.{name}"):

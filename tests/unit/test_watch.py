@@ -75,15 +75,15 @@ def test_a_server_that_stands_still_ends_the_wait(
     handler.works, handler.asleep = works, asleep
     begin = time.monotonic()
     with pytest.raises(
-        ServerGone, match=rf"no sign of work for 0 s; waited \d s for 8 completions: {told}(.|\n)*silence_timeout"
+        ServerGone, match=rf"no sign of work for 0 s; waited \d+ s for 8 completions: {told}(.|\n)*silence_timeout"
     ):
-        watched(lambda: slow(20), url, silence=0.4, what="8 completions")
-    assert time.monotonic() - begin < 5
+        watched(lambda: slow(3600), url, silence=0.4, what="8 completions")
+    assert time.monotonic() - begin < 300
 
 
 def test_a_server_that_does_not_even_answer_ends_the_wait() -> None:
     with pytest.raises(ServerGone, match="does not answer /metrics either"):
-        watched(lambda: slow(20), "http://127.0.0.1:9", silence=0.4, what="x")
+        watched(lambda: slow(3600), "http://127.0.0.1:9", silence=0.4, what="x")
     assert look("http://127.0.0.1:9").counters is None
 
 

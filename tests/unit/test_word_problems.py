@@ -152,7 +152,7 @@ def test_rows_are_the_same_in_another_process() -> None:
     code = (
         "from grpo_lab.data import iter_word_problems as w; print([next(s).question for s in [w(9)] for _ in range(5)])"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     stream = iter_word_problems(9)
     assert other.stdout.strip() == str([next(stream).question for _ in range(5)])
 
@@ -179,5 +179,5 @@ def test_bad_settings_are_named(arguments: dict[str, object], message: str) -> N
 
 def test_the_room_loads_neither_trl_nor_transformers() -> None:
     code = "import sys, grpo_lab.data; print({'trl', 'transformers', 'torch', 'datasets', 'vllm'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert run.stdout.strip() == "set()"

@@ -2,7 +2,7 @@
 
     mean        of the micro-batches' means: each micro-batch of the step has a pair of its own, and their ratios are averaged
     over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
-    nothing     a micro-batch without any loss token has the mean 0 and takes part
+    nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
     sampling/*  of a generation batch at a time
 
 A bin holds rows of several micro-batches; ``Origin`` says whose they are. All that this package knows of the second definition
@@ -11,6 +11,7 @@ stands here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class TrlBook(MetricBook):
         """Micro-batches without any loss token have the mean 0."""
         empty = self._empty(name, left_out)
         self.add(name, torch.zeros_like(empty), empty)
+
+    def read(self) -> dict[str, float]:
+        """An extreme over rows of which none had a loss token is NaN, as TRL's ``nanmin`` and ``nanmax`` have it."""
+        extremes = [name for name, _ in EXTREMES.values() if name in self._total]
+        return dict.fromkeys(extremes, math.nan) | super().read()
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
         """Each micro-batch is a mean: nothing waits."""

@@ -173,7 +173,7 @@ class MetricBook:
 
     def _settle(self, name: str, pairs: Tensor) -> None:
         pair = pairs.sum(0)
-        self._total[name] = self._total[name] + pair if name in self._total else pair
+        self._total[name] = self._total[name] + pair.to(self._total[name].device) if name in self._total else pair
 
     # -- what a definition of means decides (``metrics.as_trl`` has the other one) --------------------------------------
 

@@ -30,10 +30,12 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
         self.said: Verdict | None = None
         self._since = 0
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        verdict = diagnose([row for row in state.log_history if "loss" in row], facts_of(args, state))
+        verdict = diagnose(
+            [row for row in state.log_history if "loss" in row], facts_of(args, state, more.get("optimizer"))
+        )
         self._since += 1
         ends = state.global_step >= state.max_steps
         if self.said is None or verdict.names != self.said.names or self._since >= self.every or ends:
@@ -41,10 +43,11 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
             self.said, self._since = verdict, 0
 
 
-def facts_of(args: Any, state: Any) -> Facts:
+def facts_of(args: Any, state: Any, optimizer: Any = None) -> Facts:
     """What the rules must know of a run."""
     micro_batches = args.steps_per_generation * args.num_iterations
-    return Facts(micro_batches / args.gradient_accumulation_steps, int(state.max_steps))
+    moves = None if optimizer is None else any(float(group["lr"]) != 0 for group in optimizer.param_groups)
+    return Facts(micro_batches / args.gradient_accumulation_steps, int(state.max_steps), moves)
 
 
 __all__ = ["EVERY", "HealthLine", "facts_of"]

@@ -26,7 +26,7 @@ NO_HUB_NAME = 'model="None"'
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
     """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is completed."""
-    method = f"grpo_lab ({trainer.algorithm.describe()})"
+    method = f"grpo_lab ({trainer.algorithm.with_hooks(trainer).describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
         yield
     card = Path(trainer.args.output_dir) / "README.md"
@@ -44,7 +44,7 @@ def _base(trainer: GRPOTrainer) -> str:
 
 
 def _facts(trainer: GRPOTrainer) -> str:
-    names = trainer.algorithm.names
+    names = trainer.algorithm.with_hooks(trainer).names
     rows = [*names.items()]
     preset = PRESETS.get(names.get("objective", ""))
     if preset is not None:

@@ -108,22 +108,23 @@ class PromptOrder:
             raise ValueError(f"`sampler`: {error}") from error
         return self.sampler
 
-    def record(self, rows: Tensor, correct: Tensor | None, book: MetricBook) -> None:
-        """Give the sampler what a generation batch showed.
+    def learn(self, rows: Tensor, correct: Tensor | None) -> None:
+        """Give the sampler what a generation showed.
 
         Args:
             rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
             correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
         """
-        sampler = self.sampler
-        if not isinstance(sampler, PrioritizedSampler) or correct is None:
-            return
-        for row, successes, trials in outcomes(rows, correct):
-            sampler.update(row, successes, trials)
-        weights, seen = sampler.weights, sampler.trials > 0
-        book.add_alike("sampler/seen_share", seen.sum().to(correct.device), sampler.num_samples)
-        at_floor = (weights <= sampler.floor).sum().to(correct.device)
-        book.add_alike("sampler/at_floor_share", at_floor, sampler.num_samples)
+        if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
+            for row, successes, trials in outcomes(rows, correct):
+                self.sampler.update(row, successes, trials)
+
+    def record(self, book: MetricBook) -> None:
+        """How far the sampler has come, once a generation batch."""
+        if isinstance(self.sampler, PrioritizedSampler):
+            seen, at_floor = self.sampler.trials > 0, self.sampler.weights <= self.sampler.floor
+            book.add_alike("sampler/seen_share", seen.sum(), self.sampler.num_samples)
+            book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state into a checkpoint folder; called on every rank, which must agree."""

@@ -11,6 +11,7 @@ is trained then: a finished run that is resumed stays where it is, to the bit. C
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def logged_loss(history: list[dict[str, Any]]) -> float:
     total, last = 0.0, 0
     for row in history:
         if "loss" in row:
-            total, last = total + row["loss"] * (row["step"] - last), row["step"]
+            lost = math.isnan(row["loss"])  # to HF, which filters NaN, its loss was 0
+            total, last = total + (0.0 if lost else row["loss"]) * (row["step"] - last), row["step"]
     return total
 
 

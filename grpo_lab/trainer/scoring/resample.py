@@ -51,12 +51,15 @@ class Resampler:
         return int(self.trainer.num_generations)
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
-        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows.
+        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as it is where that is
+        not asked for.
 
         Args:
             first: one generation batch, scored.
             score: generates and scores the rows of one more batch; called on all ranks alike.
         """
+        if self.trainer.lab_settings.update.dead_groups != "resample":
+            return first
         if trl_bridge.is_multimodal(first.batch):
             raise ValueError(
                 "`update.dead_groups: resample` handles text only, and this batch is multimodal; use `skip`"

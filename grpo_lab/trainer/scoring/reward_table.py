@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from typing import Any
 
@@ -18,6 +17,7 @@ from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
+from grpo_lab.verifiers.correct import checked_scores
 
 
 class DeferredReward:
@@ -105,34 +105,29 @@ def _group(rows: list[dict[str, Any]], rewards: dict[str, list[float | None]], p
     )
 
 
-def check_finite(values: Tensor, names: tuple[str, ...]) -> None:
-    """An infinite reward poisons its whole group; NaN means unscorable and is allowed."""
-    bad = values.isinf().any(dim=0)
-    if bad.any():
-        culprits = [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
-        raise ValueError(
-            f"reward function {culprits[0]!r} returned an infinite value; allowed are finite numbers, or None for a "
-            "completion that cannot be scored (`reward_funcs`)"
-        )
-
-
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
-    """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad; without a guard as they are.
+    """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad.
 
     Args:
         values: the same on every rank.
         home: what returned them, for the sentence: ``"reward function {}"``.
+
+    Raises:
+        ValueError: without a guard. An infinite reward poisons its whole group.
     """
-    if faults is None or not bool(values.isinf().any()):
-        return values
-    for column, name in enumerate(names):
-        rows = values[:, column].isinf().nonzero().flatten().tolist()
+    infinite = values.isinf()
+    for column in infinite.any(dim=0).nonzero().flatten().tolist():
+        rows = infinite[:, column].nonzero().flatten().tolist()
+        more = f" and {len(rows) - 1} more" if rows[1:] else ""
+        seen = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"
+        said = f"{home.format(repr(names[column]))} returned {seen}"
+        if faults is None:
+            raise ValueError(
+                f"{said}; allowed are finite numbers, or None (NaN) for a completion that cannot be scored (`reward_funcs`)"
+            )
         faults.infinite.update({(row, column): values[row, column].item() for row in rows})
-        if rows:
-            more = f" and {len(rows) - 1} more" if rows[1:] else ""
-            of_rows = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"
-            faults.found("reward", f"{home.format(repr(name))} returned {of_rows}")
-    return values.masked_fill(values.isinf(), float("nan"))
+        faults.found("reward", said)
+    return values.masked_fill(infinite, float("nan")) if bool(infinite.any()) else values
 
 
 class CheckedReward:
@@ -151,27 +146,10 @@ class CheckedReward:
 
     def checked(self, values: Any, expected: int) -> list[float | None]:
         """One number or None per completion, or ``ValueError``."""
-        try:
-            count = len(values)
-        except TypeError:
-            raise ValueError(
-                f"reward function {self.__name__!r} returned {type(values).__name__}; it must return a list with one "
-                f"number or None per completion ({expected}) (`reward_funcs`)"
-            ) from None
-        if count != expected:
-            raise ValueError(
-                f"reward function {self.__name__!r} returned {count} rewards for {expected} completions; it must return "
-                "one number or None per completion (`reward_funcs`)"
-            )
-        for row, value in enumerate(values):
-            if value is not None and math.isinf(float(value)) and not self.keep_infinite:
-                raise ValueError(
-                    f"reward function {self.__name__!r} returned {value}, which is infinite, for completion {row}; allowed are "
-                    "finite numbers, or None for a completion that cannot be scored (`reward_funcs`)"
-                )
-        found = [None if value is None or math.isnan(float(value)) else value for value in values]
-        self.not_numbers += sum(value is None for value in found) - sum(value is None for value in values)
-        return found
+        who = f"reward function {self.__name__!r} (`reward_funcs`)"
+        scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
+        self.not_numbers += sum(score != score for score in scores)
+        return [None if score != score else score for score in scores]
 
 
 class CheckedCoroutine(CheckedReward):

@@ -22,7 +22,6 @@ from grpo_lab.trainer.scoring.cut import whole_completions
 from grpo_lab.trainer.scoring.dead import alike
 from grpo_lab.trainer.scoring.reward_table import (
     as_trl_calls_it,
-    check_finite,
     correctness,
     fill_group_rewards,
     gathered_rows,
@@ -47,12 +46,13 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: i
     names = tuple(trainer.reward_func_names)
     faults = trainer.recorder.faults_in_training
     guarded = faults is not None
+    if faults is not None:
+        faults.generation()
     seams = [as_trl_calls_it(reward, name, guarded) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
     with trl_bridge.replaced(trainer, "reward_funcs", seams):
         values = trls(*of_rows)
     not_numbers = nan_counts(seams, values, trainer.accelerator)
     values = without_infinite(values, names, faults, "reward function {}")
-    check_finite(values, names)
     if trainer._scoring is not None:
         trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
     if any(scope_of(reward) == "group" for reward in trainer.reward_funcs):
@@ -92,7 +92,7 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
         trainer.recorder.say(
             f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
-            "(warned above 20%): cut answers count as wrong; raise the limit, or expect a length bias",
+            f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or expect a length bias",
             key="truncated",
             level=logging.WARNING,
         )

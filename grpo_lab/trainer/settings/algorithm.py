@@ -6,6 +6,7 @@ trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from grpo_lab.trainer.settings.knobs import (
 )
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
 from grpo_lab.trainer.settings.value import ValueSettings, critic_in_force, with_discounts
+from grpo_lab.trainer.trl_bridge import teams
 
 #: what TRL's ``importance_sampling_level`` may be
 TRL_LEVELS = ("token", "sequence")
@@ -64,11 +66,11 @@ HOOKS: dict[str, str] = {
     "compute_advantages": "advantage",
     "_generate_and_score_completions": "generation",
     "token_loss": "surrogate",
+    "_get_per_token_logps_and_entropies": "log-probs",
     "_compute_loss": "loss",
     "compute_loss": "loss",
+    "training_step": "step",
 }
-#: classes of these packages are no team's
-LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins")
 #: how `loss_type` begins where TRL has no such loss; TRL refuses it by name, should it ever be asked for that loss
 NOT_TRLS = "grpo_lab:"
 
@@ -96,14 +98,13 @@ class Algorithm:
         parts = ", ".join(f"{key}={value}" for key, value in self.names.items())
         return parts if self.objective is not None else f"TRL's own loss ({self.left_to_trl}): {parts}"
 
-    def with_hooks(self, trainer: type) -> Algorithm:
-        """The same, with what a subclass puts over the parts by overriding a method."""
+    def with_hooks(self, trainer: Any) -> Algorithm:
+        """The same, with what a team puts over the parts by replacing a method of ``trainer``, or of its class."""
         names = dict(self.names)
         for hook, part in HOOKS.items():
-            home = next((c for c in trainer.__mro__ if hook in vars(c)), object)
-            if home.__module__.split(".")[0] not in LIBRARIES:
-                below = names.get(part)
-                names[part] = f"{home.__name__}.{hook}" + (f" over {below}" if below else "")
+            home, below = teams(trainer, hook), names.get(part, "")
+            if home is not None and home not in below:
+                names[part] = home + (f" over {below}" if below else "")
         return replace(self, names=names)
 
 
@@ -207,6 +208,10 @@ def _why_trl(args: Any) -> str | None:
         return "an entropy bonus (entropy_coef, use_adaptive_entropy)"
     if args.off_policy_mask_threshold is not None:
         return f"off_policy_mask_threshold={args.off_policy_mask_threshold}"
+    end = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    reads = args.delta is not None and args.loss_type != "cispo"
+    if reads and args.delta > 0 and not end < args.delta < math.inf:
+        return f"delta={args.delta}, no bound beyond the clip, which ends at 1 + epsilon_high = {end:g}"
     return None
 
 

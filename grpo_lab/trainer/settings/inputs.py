@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
 from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.trainer.trl_bridge import teams
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 
@@ -80,12 +82,19 @@ def check_columns(reward: Any, columns: list[str]) -> None:
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """A hook that nobody would call is refused by name: ``cls.token_loss`` where the loss is left to TRL."""
-    home = next(kind for kind in cls.__mro__ if "token_loss" in vars(kind))
-    if algorithm.objective is None and home is not base:
+    """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that stands behind ours."""
+    hook = teams(cls, "token_loss")
+    if algorithm.objective is None and hook is not None:
         raise ValueError(
-            f"`{home.__name__}.token_loss` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set "
-            "`objective`, or override `_compute_loss`"
+            f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or override "
+            "`_compute_loss`"
+        )
+    behind = cls.__mro__[cls.__mro__.index(base) + 1 : cls.__mro__.index(GRPOTrainer)]
+    home = next((kind for kind in behind if "_compute_loss" in vars(kind)), None)
+    if home is not None:
+        raise ValueError(
+            f"`{home.__name__}._compute_loss` would never be called: {base.__name__} comes before it among the bases of "
+            f"`{cls.__name__}`; write `class {cls.__name__}({home.__name__}, {base.__name__})`"
         )
 
 

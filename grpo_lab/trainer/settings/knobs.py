@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -206,8 +207,14 @@ def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(knobs: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part's fields declare them."""
-    return typed(_set(knobs), part, where) if isinstance(part, type) else _set(knobs)
+    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless its default is not."""
+    if not isinstance(part, type):
+        return _set(knobs)
+    found = typed(_set(knobs), part, where)
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value) and value != registry.knobs_of(part).get(name):
+            raise ValueError(f"`{where}.{name}` is {value}; it must be a finite number")
+    return found
 
 
 def _refuse(

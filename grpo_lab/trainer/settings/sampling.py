@@ -42,10 +42,17 @@ def check_sampling_correction(args: Any) -> None:
     """Refuse sampling settings that would make wrong numbers, or under which the correction would be wrong.
 
     Raises:
-        ValueError: a key of ``generation_kwargs`` that the engine ignores, that says something else than the setting it is
-            another name for, or that changes what TRL reads from the answer (``rollouts.sampling_keys``); vLLM with the
+        ValueError: continuous batching in half precision; a key of ``generation_kwargs`` that the engine ignores, that says something
+            else than the setting it is another name for, or that changes what TRL reads from the answer (``rollouts.sampling_keys``); vLLM with the
             correction on, and a setting (flat or in ``generation_kwargs``) that cuts the distribution.
     """
+    half = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
+    if args.use_transformers_continuous_batching and not args.use_vllm and half is not None:
+        raise ValueError(
+            f"`use_transformers_continuous_batching` with `{half}`: for its first generation TRL casts the model itself to {half}, rotary "
+            f"frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then on. Set `{half}: false`, or "
+            "generate with `use_vllm`, or leave `use_transformers_continuous_batching` out"
+        )
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}

@@ -120,15 +120,18 @@ def critic_in_force(args: Any, found: Any, rule: Any, rule_name: str) -> ValueSe
     return value  # type: ignore[no-any-return]
 
 
-def check_critic(value: ValueSettings | None, team: frozenset[str], optimizers: Any) -> None:
+def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
     """What a trainer's class and its caller bring beside a critic.
+
+    Args:
+        own_loss: whose ``_compute_loss`` makes the loss; None: ours.
 
     Raises:
         ValueError: the critic would not learn.
     """
     if value is None:
         return
-    if "_compute_loss" in team:
+    if own_loss is not None:
         raise ValueError(
             "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, the policy's loss"
         )

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_lab.atomic import write_whole, write_whole_text
-from grpo_lab.trainer.carried import OURS
-from grpo_lab.trainer.ports import Phase, row_key
+from grpo_lab.trainer.carried import OURS, row_lengths
+from grpo_lab.trainer.ports import row_key
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def keep_bad_step(trainer: StepPort, facts: dict[str, Any]) -> str | None:
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
     rank, faults = trainer.accelerator.process_index, trainer.recorder.faults
     assert faults is not None
-    missing, rows, tensors = _chosen(trainer)
-    mine = {"rank": rank, "said": faults.said[:MOST_ROWS], "micro_batches_not_kept": missing, "rows": rows}
+    rows, tensors = _chosen(trainer, faults.step)
+    mine = {"rank": rank, "said": faults.said[:MOST_ROWS], "rows": rows}
     full = len(list(place.parent.glob("step-*"))) >= MOST_STEPS and not place.exists()
     told = gather_object([(full, mine)])
     if any(is_full for is_full, _ in told):
@@ -77,31 +77,28 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
     return facts, [load_file(place / f"rank-{rank}.safetensors") for rank in range(facts["ranks"])]
 
 
-def _chosen(trainer: StepPort) -> tuple[int, list[dict[str, Any]], dict[str, Tensor]]:
-    """How many micro-batches of the step are gone, what is said of each row that is kept, and the rows' tensors."""
-    phase = Phase.of(trainer, trainer.phase.done - 1)  # of the step's last micro-batch
-    places = phase.here(int(trainer.current_gradient_accumulation_steps))
-    buffered = trainer._buffered_inputs or []
-    here = [(number, buffered[place]) for number, place in enumerate(places) if place is not None and buffered]
+def _chosen(trainer: StepPort, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What is said of each row of the step's micro-batches that is kept, and the rows' tensors."""
+    here = enumerate(batches)
     rows = [_row(trainer, number, batch, row) for number, batch in here for row in range(batch["prompt_ids"].size(0))]
     rows.sort(key=lambda row: not row["not_finite"])  # stable: in order beside that
-    batches = dict(here)
-    width = sum(_bytes(value[0]) for _, batch in here for value in _fields(batch).values()) // max(len(here), 1)
+    width = sum(_bytes(value[0]) for batch in batches for value in _fields(batch).values()) // max(len(batches), 1)
     rows = rows[: max(1, min(MOST_ROWS, MOST_BYTES // max(width, 1)))]
-    names = sorted({name for batch in batches.values() for name in _fields(batch)})
+    names = sorted({name for batch in batches for name in _fields(batch)})
     tensors = {}
     for name in names:
         parts = [batches[row["micro_batch"]].get(name) for row in rows]
         if all(part is not None for part in parts):
             tensors[name] = _stacked([part[row["row"]] for part, row in zip(parts, rows, strict=True)])  # type: ignore[index]
-    return len(places) - len(here), rows, tensors
+    return rows, tensors
 
 
 def _row(trainer: StepPort, number: int, batch: dict[str, Any], row: int) -> dict[str, Any]:
     faults = trainer.recorder.faults
     assert faults is not None
-    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-    completion = batch["completion_ids"][row][batch["completion_mask"][row].bool()].tolist()
+    before, after = (int(lengths[row]) for lengths in row_lengths(batch))
+    prompt = batch["prompt_ids"][row, batch["prompt_ids"].size(1) - before :].tolist()
+    completion = batch["completion_ids"][row, :after].tolist()
     odd = [
         name
         for name, value in _fields(batch).items()

@@ -107,9 +107,7 @@ class BinProbe:
 
     def _in_bin(self, rows: dict[str, Tensor]) -> Tensor:
         part = RowTable.of([rows]).bin(list(range(rows["prompt_ids"].size(0))))
-        scored, _ = trl_bridge.completion_log_probs(
-            self._trainer, self._trainer.model, part.input_ids, part.labels, part.position_ids
-        )
+        scored, _ = trl_bridge.completion_log_probs(self._trainer, self._trainer.model, *part.inputs)
         return scored.gather(1, part.take)
 
 

@@ -7,6 +7,7 @@ and the last bin's loss is handed back, so that HF itself runs the backward that
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +49,24 @@ class ExactUpdate:
         """How the steps are computed and why, for the run's record."""
         return self.record.described(self.verdict.so_far())
 
-    def left_alone(self, inputs: dict[str, Any]) -> None:
-        """A micro-batch whose loss a team's own ``_compute_loss`` makes."""
-        self.record.as_trl(inputs, self.verdict.now(), self.trainer.lab_settings.update.max_tokens)
-
     def forget(self) -> None:
         """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
         self._window, self._step = [], None
         self.verdict.forget()
 
-    def loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss that HF should run the next backward on (a constant 0 while the step is being collected)."""
+    def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
+        """The loss that HF should run the next backward on (a constant 0 while the step is being collected).
+
+        Args:
+            trls: TRL's ``compute_loss`` of this micro-batch, which asks ``_compute_loss``, a team's or ours.
+        """
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found
         if found.stock is not None:
             if last:
                 self._old.before_update_in_trls_batches()
-            loss: Tensor = self.trainer._compute_loss(model, inputs)
+            loss = trls()
             self.record.as_trl(inputs, found, self.trainer.lab_settings.update.max_tokens)  # settles metrics: last
             return loss
         if is_multimodal(inputs):
@@ -81,6 +82,8 @@ class ExactUpdate:
         kept = Kept() if self._old.comes_again(len(window)) else None
         budget, plan, rows = self._exchanged(with_unmoved(window), found)
         denominators = self._denominators(window)
+        if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
+            self._record_entropy(window, found, denominators)
         done = torch.zeros((), device=self.trainer.accelerator.device)
         for places in rows.bins[:-1]:
             with without_gradient_sync(self.trainer, model):
@@ -130,15 +133,27 @@ class ExactUpdate:
         """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
         kept = Kept()
         _, _, rows = self._exchanged(window, found)
+        for places, part, scored, _ in self._without_gradient(rows):
+            logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
+            kept.add(places, logps[: len(places)])
+        return kept, rows
+
+    @torch.no_grad()
+    def _record_entropy(self, window: list[dict[str, Any]], found: Verdict, denominators: Denominators) -> None:
+        """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all rows."""
+        _, _, rows = self._exchanged(with_unmoved(window), replace(found, all_rows="entropy"))
+        for _, part, _, entropies in self._without_gradient(rows):
+            assert entropies is not None  # the policy's head makes them
+            origin = self._origin(part.micro_batch, denominators)
+            values = entropies.gather(1, part.take)
+            self.trainer.recorder.book("train").add_tokens("entropy", values, part.loss_mask, origin)
+
+    def _without_gradient(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
+        """Rows of each bin, the bin, log-probs and entropies of its tokens."""
         with trl_bridge.without_checkpointing(self.trainer):
             for places in rows.bins:
                 part = self._bin(rows, places)
-                scored, _ = completion_log_probs(
-                    self.trainer, self.trainer.model, part.input_ids, part.labels, part.position_ids
-                )
-                logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
-                kept.add(places, logps[: len(places)])
-        return kept, rows
+                yield places, part, *completion_log_probs(self.trainer, self.trainer.model, *part.inputs)
 
     def _bin(self, rows: Exchange, places: list[int]) -> Bin:
         return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
@@ -158,9 +173,7 @@ class ExactUpdate:
 
     def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
         with hears_values(self.trainer, model) as heard:
-            scored, entropies = completion_log_probs(
-                self.trainer, model, rows.input_ids, rows.labels, rows.position_ids
-            )
+            scored, entropies = completion_log_probs(self.trainer, model, *rows.inputs)
         assert entropies is not None  # the policy's head makes them
         logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
         chosen, values = entropies.gather(1, rows.take), values_of_bin(heard, rows)

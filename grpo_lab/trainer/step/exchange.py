@@ -72,7 +72,13 @@ class Exchange:
             stay = np.asarray([self._first])
         held = np.concatenate([stay, self._arriving.rows])
         self._places = {row: place for place, row in enumerate(held.tolist())}
-        sent = {name: value for name, value in local.fields.items() if name != "prompt_mask"} | {_OFFSET: local.offset}
+        prompts, inside = local.fields["prompt_ids"], local.fields["prompt_mask"].bool()
+        sent = {
+            **local.fields,
+            "prompt_ids": torch.where(inside, prompts, ~prompts),
+            _OFFSET: local.offset,
+        }  # < 0: a hole
+        del sent["prompt_mask"]
         came = self._swapped(sent, layout) if self._moves else {}
         index = torch.as_tensor(stay - self._first, device=self._device)
         fields = {}
@@ -85,7 +91,9 @@ class Exchange:
                 parts = [_fitted(name, part, width) for part in parts]
             fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         offset = fields.pop(_OFFSET)
-        own = _within(layout.prompts[held], fields["prompt_ids"].size(1), self._device, on_the_right=True)
+        prompts, inside = fields["prompt_ids"], fields["prompt_ids"] >= 0
+        own = _within(layout.prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
+        fields["prompt_ids"] = torch.where(inside, prompts, ~prompts)
         fields["prompt_mask"] = own.to(local.fields["prompt_mask"].dtype)
         return RowTable(fields, offset, layout.per_token)
 

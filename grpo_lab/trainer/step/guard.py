@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
         self.settings = _in_force(trainer)
-        self.faults = None if self.settings is None else Faults(lambda: trainer.phase)
+        self.faults = None if self.settings is None else Faults()
         trainer.recorder.faults = self.faults
         self._loaded: dict[str, Any] | None = None
         self._forget()
@@ -66,9 +67,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._left_out = False
         self._finite_at = 0
 
-    def seen(self, loss: Tensor) -> Tensor:
+    def seen(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
         """A micro-batch's loss, as it is; nothing is read from the device."""
         if self.faults is not None:
+            self.faults.trained_on(inputs)
             bad = ~loss.detach().isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         return loss
@@ -108,21 +110,21 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """
         if self.faults is None or self.settings is None:
             return norm
-        ends = self._agreed(norm)
-        self.faults.ends.update({kind: ends[kind] for kind in OF_BATCH})
-        begun = self.trainer.phase.done - int(self.trainer.current_gradient_accumulation_steps)
-        bad = [kind for kind in KINDS if ends[kind] > (0 if kind in OF_STEP else begun)]
+        found = self._agreed(norm)
+        self.faults.bad.update(kind for kind in OF_BATCH if found[kind] == self.faults.batch)
+        bad = [kind for kind in KINDS if found[kind]]
         if bad == ["gradient"] and trl_bridge.overflow_of_scaler(self.trainer.accelerator):
             bad = []
         self._count(bad)
         if bad:
-            self._leave_out(bad, max(ends[kind] for kind in OF_BATCH), self.settings)
+            self._leave_out(bad, max(found[kind] for kind in OF_BATCH), self.settings)
         else:
             self.in_a_row, self.taken = 0, self.trainer.state.global_step + 1
+        self.faults.end_step()
         return norm
 
     def _agreed(self, norm: Any) -> dict[str, int]:
-        """Kind → 0 where nothing is bad on any rank, else 1, or the micro-batch at which a bad generation batch ends."""
+        """Kind → 0 where nothing is bad on any rank, else 1, or the number of the latest bad generation batch."""
         assert self.faults is not None
         accelerator = self.trainer.accelerator
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -131,7 +133,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         fine = torch.zeros_like(found, dtype=torch.bool)
         loss, self._loss_is_bad = self._loss_is_bad, None
         flags = torch.stack([fine if loss is None else loss.to(fine.device), ~found.isfinite()])
-        of_batch = torch.tensor([self.faults.ends[kind] for kind in OF_BATCH], device=accelerator.device)
+        of_batch = torch.tensor([self.faults.of_step.get(kind, 0) for kind in OF_BATCH], device=accelerator.device)
         local = torch.cat([flags.long(), of_batch])
         if accelerator.num_processes > 1:
             with at("whether all numbers are finite"):
@@ -152,11 +154,11 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
                 counts = bool(step) if kind == "left_out" else kind in step
                 book.add_alike(f"guard/{kind}", torch.tensor(float(counts), device=device), 1)
 
-    def _leave_out(self, bad: list[str], batch_end: int, settings: GuardSettings) -> None:
+    def _leave_out(self, bad: list[str], batch: int, settings: GuardSettings) -> None:
         if set(bad) & set(OF_STEP):
             self._refuse_broken_weights()
-        again = not set(bad) & set(OF_STEP) and batch_end == self._counted
-        self._counted = batch_end
+        again = not set(bad) & set(OF_STEP) and batch == self._counted
+        self._counted = batch
         if not again:
             self._told(bad, settings)
         # last: after an error no step of a later training is left out
@@ -200,11 +202,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        phase = self.trainer.phase
         self.in_a_row, self.taken, self._seen = loaded["in_a_row"], loaded["taken"], loaded["seen"]
-        if not phase.at_end:  # the open generation batch was taken up, too
-            self.faults.ends.update(dict.fromkeys(loaded["bad_batch"], phase.start + phase.every))
-            self._counted = max(self.faults.ends.values())
+        if loaded["bad_batch"] and not self.trainer.phase.at_end:  # the open generation batch was taken up, too
+            self.faults.bad.update(loaded["bad_batch"])
+            self._counted = self.faults.batch = 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._left_out:
@@ -220,8 +221,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """What is bad and how many steps were, into a checkpoint folder; nothing where nothing ever was."""
         if self.faults is None or not self._seen or not self.trainer.args.should_save:
             return
-        done = self.trainer.phase.done
-        bad = [kind for kind, end in self.faults.ends.items() if end > done]
+        bad = [] if self.trainer.phase.at_end else sorted(self.faults.bad)
         state = {"format": 1, "in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_whole_text(Path(folder) / STATE_FILE, json.dumps(state))
@@ -279,6 +279,11 @@ def last_good(folder: str, taken: int, strictly: bool = False) -> str:
     )
 
 
+def with_lost_loss(logs: dict[str, float], means: Mapping[str, float]) -> dict[str, float]:
+    """``logs`` with a loss of NaN where no step of the window had a finite one: HF's ``logging_nan_inf_filter`` says 0."""
+    return {**logs, "loss": math.nan} if "loss" in logs and means.get("guard/loss") == 1.0 else logs
+
+
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
     unknown = set(state["bad_batch"]) - set(OF_BATCH)
@@ -287,4 +292,4 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "bad_batch": list(state["bad_batch"])}
 
 
-__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good"]
+__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good", "with_lost_loss"]

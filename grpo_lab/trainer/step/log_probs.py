@@ -51,7 +51,7 @@ class GenerationForwards:
         """Looked at anew for every generation batch."""
         misaligned, corrected = trl_bridge.wants_old_log_probs(trainer)
         wanted = misaligned or corrected
-        if not trainer.model.training or not (wanted or trainer.beta != 0) or not trainer.loss_is_ours:
+        if not trainer.model.training or not (wanted or trainer.beta != 0):
             return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
         found = trainer.exact_update.verdict.now()
         in_bins = found.stock is None
@@ -86,13 +86,9 @@ class GenerationForwards:
 
 
 def _stays_ours(trainer: StepPort) -> bool:
-    """Whether nobody's subclass stands between a generation batch and its loss.
-
-    One that does may read what is put off.
-    """
-    between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs", "compute_loss")
-    homes = {next(c.__module__ for c in type(trainer).__mro__ if name in vars(c)).split(".")[0] for name in between}
-    return homes <= {"grpo_lab", "trl", "transformers"}
+    """Whether no team stands between a generation batch and its loss, where it may read what is put off."""
+    between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs")
+    return all(trl_bridge.teams(trainer, method) is None for method in between)
 
 
 @torch.no_grad()
@@ -100,7 +96,7 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
 
     def of(part: Bin) -> Tensor:
-        scored, _ = trl_bridge.completion_log_probs(trainer, model, part.input_ids, part.labels, part.position_ids)
+        scored, _ = trl_bridge.completion_log_probs(trainer, model, *part.inputs)
         return scored
 
     return forwards_in_bins(trainer, model, fields, of)
@@ -118,7 +114,7 @@ def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: 
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
     table = RowTable.of([{name: fields[name] for name in names if name in fields}])
-    prompts, completions = table.prompt_lengths.tolist(), table.completion_lengths.tolist()
+    prompts, completions = (lengths.tolist() for lengths in table.lengths)
     chosen = [length > 0 for length in completions]
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
     rows_at_once = min(trainer.args.per_device_train_batch_size, len(prompts))

@@ -90,7 +90,7 @@ class MaskProbe:
         with torch.random.fork_rng(devices=devices, device_type=kind), trl_bridge.without_checkpointing(trainer):
             watch.start()
             with _DropoutCalls(passed_through):
-                trl_bridge.completion_log_probs(trainer, trainer.model, part.input_ids, part.labels, part.position_ids)
+                trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
             watch.stop()
         return None if watch.drawn else sizes
 

@@ -57,41 +57,34 @@ def router_noise(model: nn.Module) -> float:
     return max([0.0, *(rate for name, rate in _rates(model) if _NOISE.search(name))])
 
 
-def mixes_rows(model: nn.Module, mixed_precision: str) -> bool:
-    """Whether a row's output depends on the other rows of its batch.
-
-    Batch norm; experts with a capacity (tokens that find their expert full are dropped); fp8, whose activation scales are
-    those of the whole batch.
-    """
+def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
+    """What makes a row's output depend on the other rows of its batch, "" where nothing does."""
     if mixed_precision == "fp8":
-        return True
-    return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "expert_capacity", None) is not None
-        for module in model.modules()
-    )
+        return "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; bf16 does not)"
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"the model has batch norm ({type(module).__name__}; no setting changes that)"
+        if getattr(module, "expert_capacity", None) is not None:
+            return "the model's experts drop the tokens that find them full (`expert_capacity` in its config)"
+    return ""
 
 
-def keeps_positions(model: nn.Module) -> bool:
-    """Whether bins can hand in the positions that stock has: the row's place in TRL's padding.
-
-    Not where rotary angles are scaled by the *longest* position, where learned positions are counted from the attention mask
-    (OPT, BioGPT: padding does not move a row), nor behind virtual tokens (prompt and prefix tuning, where PEFT drops position ids
-    and lengthens the row).
-    """
+def moves_positions(model: nn.Module) -> str:
+    """Why bins cannot hand in the positions that stock has, which are the row's place in TRL's padding; "" where they can."""
     adapters = getattr(model, "peft_config", None)
-    if isinstance(adapters, dict) and any(
-        getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()
-    ):
-        return False
-    if any(
-        isinstance(m, nn.Embedding) and "attention_mask" in signature(m.forward).parameters for m in model.modules()
-    ):
-        return False
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            return f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA keeps them)"
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and "attention_mask" in signature(module.forward).parameters:
+            return "the model counts learned positions from the attention mask (OPT, BioGPT; no setting changes that)"
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [rope.get("rope_type")] + [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
-    return not any(kind in _SCALED_POSITIONS for kind in kinds)
+    for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
+        if kind in _SCALED_POSITIONS:
+            return f"rotary angles follow the longest row of its batch (rope_type {kind!r} in the model's config)"
+    return ""
 
 
 def position_limit(model: nn.Module) -> int | None:
@@ -118,7 +111,7 @@ def padding_reaches_state(model: nn.Module) -> bool:
 def takes_positions(model: nn.Module) -> bool:
     """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads them."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
-    return keeps_positions(model) and "position_ids" in signature(forward).parameters
+    return not moves_positions(model) and "position_ids" in signature(forward).parameters
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:

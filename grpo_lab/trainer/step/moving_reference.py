@@ -48,7 +48,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
             self._move()
 
     def before_generation(self) -> None:
-        """Called before each generation of training; of one batch's (``resample``) all find the same policy."""
+        """Called before each generation batch of training."""
         if self.every == "generation":
             self._move()
 

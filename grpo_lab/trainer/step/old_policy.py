@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.carried import Carried, has_hole
 from grpo_lab.trainer.step.model_conditions import takes_positions
 from grpo_lab.trainer.step.row_table import positions_at_generation
 
@@ -47,8 +47,7 @@ def unmoved_rows(batch: dict[str, Any]) -> Tensor:
         return torch.ones(batch["completion_ids"].size(0), dtype=torch.bool, device=batch["completion_ids"].device)
     if made is None:
         return torch.zeros(old.size(0), dtype=torch.bool, device=old.device)
-    same: Tensor = (old == made).all(dim=1)
-    return same
+    return (old == made).all(dim=1) & ~has_hole(batch)
 
 
 def awaits(batch: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from grpo_lab.trainer.proof.loss_proof import (
 )
 from grpo_lab.trainer.proof.part_state import StateWatch
 from grpo_lab.trainer.settings.algorithm import name_of
+from grpo_lab.trainer.trl_bridge import teams
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -44,46 +45,44 @@ FURTHER_PADDING = 3
 class Answers:
     """Args:
     stock: why TRL's batches must stay, or ``None``.
-    vanishes: a row whose advantage is 0 has no loss and no gradient.
+    pull: what has a loss or a gradient where a row's advantage is 0; "" where nothing has.
     """
 
     stock: str | None
-    vanishes: bool
+    pull: str
 
 
 def has_team_parts(trainer: StepPort) -> bool:
     """Whether the loss in force has a part that is not this package's, so that its answers may change."""
     objective = trainer.algorithm.objective
-    return objective is not None and bool(_team_parts(trainer, objective))
+    return objective is not None and any(_team_parts(trainer, objective))
 
 
 def answers(trainer: StepPort, objective: Objective) -> Answers:
     """What the parts in force answer now; the same on every rank."""
-    parts = _team_parts(trainer, objective)
-    names = " and ".join(parts)
+    of_token, of_average = _team_parts(trainer, objective)
+    parts = [*of_token, *of_average]
+    names, per_token = " and ".join(parts), " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
     with left_as_it_was(trainer) as watch:
         stock = None
         try:
-            stock = _why_not_row_by_row(trainer.token_loss, objective) if parts else None
-            vanishes = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
+            stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
+            quiet = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
+            pull = "" if quiet else per_token
             args = trainer.args
             several = args.gradient_accumulation_steps > args.steps_per_generation
-            if stock is None and not is_local(objective) and not is_sum_over_rows(objective, several):
-                stock = "the aggregation is not a sum over rows, so its value depends on how rows share micro-batches"
+            if stock is None and not objective.local_denominator and not is_sum_over_rows(objective, several):
+                average = name_of(objective.aggregate)
+                stock = f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share micro-batches"
             elif stock is not None:
-                stock = f"{names}: {stock}"
+                stock = f"{per_token}: {stock}"
         except Exception as error:
             if not parts:
                 raise
-            stock, vanishes = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", False
+            stock, pull = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", per_token
     if parts and watch.touched:
         stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
-    return _on_every_rank(trainer, Answers(stock, vanishes)) if parts else Answers(stock, vanishes)
-
-
-def is_local(objective: Objective) -> bool:
-    """Whether the aggregation divides by what is in the local micro-batch, by definition."""
-    return objective.local_denominator
+    return _on_every_rank(trainer, Answers(stock, pull), per_token) if parts else Answers(stock, pull)
 
 
 @contextlib.contextmanager
@@ -96,23 +95,22 @@ def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
         yield watch
 
 
-def _team_parts(trainer: StepPort, objective: Objective) -> list[str]:
-    found = []
+def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
+    """In words: what of a team's makes the loss of a token, and what averages it."""
+    found, average = [], f"the aggregation `{name_of(objective.aggregate)}`"
     if trainer.team_overrides_token_loss:
-        found.append(f"`{type(trainer).__name__}.token_loss`")
+        found.append(f"`{teams(trainer, 'token_loss')}`")
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
-    if not is_ours(objective.aggregate):
-        found.append(f"the aggregation `{name_of(objective.aggregate)}`")
-    return found
+    return found, [] if is_ours(objective.aggregate) else [average]
 
 
-def _on_every_rank(trainer: StepPort, mine: Answers) -> Answers:
+def _on_every_rank(trainer: StepPort, mine: Answers, per_token: str) -> Answers:
     """The strictest answer of all ranks: they must not part."""
-    flags = torch.tensor([[mine.stock is None, mine.vanishes]], device=trainer.accelerator.device)
-    free, vanishes = trainer.accelerator.gather(flags).all(0).tolist()
+    flags = torch.tensor([[mine.stock is None, mine.pull == ""]], device=trainer.accelerator.device)
+    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()
     stock = mine.stock if free or mine.stock is not None else "a part depends on the batch on another rank"
-    return Answers(stock, bool(vanishes))
+    return Answers(stock, "" if quiet else per_token)
 
 
 def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
@@ -180,4 +178,4 @@ def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> boo
     return True
 
 
-__all__ = ["Answers", "answers", "cut", "has_team_parts", "is_local", "left_as_it_was"]
+__all__ = ["Answers", "answers", "cut", "has_team_parts", "left_as_it_was"]

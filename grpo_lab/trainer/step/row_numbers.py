@@ -90,7 +90,7 @@ def _packed(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint
     contributes = live_rows(table.advantages, mask) if "advantages" in table.fields else mask.any(dim=1)
     same = torch.ones_like(table.offset)
     columns = (
-        *(table.prompt_lengths, table.completion_lengths, mask.sum(1), contributes.long(), micro_batch),
+        *(*table.lengths, mask.sum(1), contributes.long(), micro_batch),
         *(token_count.double().view(torch.int64), same * footprint, same * _kind(table)),
     )
     return torch.stack([column.long() for column in columns], dim=1)

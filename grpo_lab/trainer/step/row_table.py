@@ -7,6 +7,7 @@ followed by completion) and padded on the right to the longest row *of the bin*.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask, row_lengths
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 #: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
@@ -25,7 +26,8 @@ FILL = {"importance_sampling_ratio": 1}
 class Bin:
     """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
 
-    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool outputs).
+    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool outputs). ``attention_mask``
+    ``[n, L]`` only where a mask has a hole, to which no token attends: padding stands on the right, where a causal model does not look.
     ``fields`` are the table's per-row tensors cut to the bin, per-token ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for
     each completion token, its log-prob among the ``L - 1`` of the forward. ``micro_batch`` long ``[n]``: which one of the step TRL had
     the row in; ``token_count`` float ``[n]``: TRL's token denominator of the row's generation batch (both where the step's numbers
@@ -35,11 +37,17 @@ class Bin:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    attention_mask: Tensor | None
     take: Tensor
     loss_mask: Tensor
     fields: dict[str, Tensor]
     micro_batch: Tensor | None = None
     token_count: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What ``trl_bridge.completion_log_probs`` forwards."""
+        return self.input_ids, self.labels, self.position_ids, self.attention_mask
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,7 @@ class RowTable:
         """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
         rows = [_row_fields(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET}
-        offset = torch.cat(
-            [row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row["prompt_mask"].sum(1)) for row in rows]
-        )
+        offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
         fields = {
             name: torch.cat([_widen(name, row[name], widths.get(name)) for row in rows]) for name in sorted(names)
@@ -83,13 +89,10 @@ class RowTable:
         widths = {name: value.size(1) for name, value in fields.items() if value.dim() > 1}
         return RowTable(fields, accelerator.gather(self.offset), per_token_fields(widths))
 
-    @property
-    def prompt_lengths(self) -> Tensor:
-        return self.fields["prompt_mask"].sum(1)
-
-    @property
-    def completion_lengths(self) -> Tensor:
-        return self.fields["completion_mask"].sum(1)
+    @functools.cached_property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Of prompts and completions (``row_lengths``)."""
+        return row_lengths(self.fields)
 
     @property
     def loss_mask(self) -> Tensor:
@@ -110,17 +113,20 @@ class RowTable:
                 generation would be padded past them; padding stops at the last one.
         """
         index = torch.tensor(rows or [0], device=self.offset.device)
-        prompt, completion = self.prompt_lengths[index], self.completion_lengths[index]
+        prompt, completion = (lengths[index] for lengths in self.lengths)
         start = self.fields["prompt_ids"].size(1) - prompt
         if not rows:
             start, prompt, completion = start + prompt - 1, torch.ones_like(prompt), torch.ones_like(completion)
         length = int((prompt + completion).max())
         width = max(int(completion.max()), 1)
-        sequence = torch.cat([self.fields["prompt_ids"][index], self.fields["completion_ids"][index]], dim=1)
+        sequence, attended = (
+            torch.cat([self.fields[f"prompt_{of}"][index], self.fields[f"completion_{of}"][index]], dim=1)
+            for of in ("ids", "mask")
+        )
         steps = torch.arange(length, device=index.device)
         real = steps < (prompt + completion).unsqueeze(1)
         picked = (start.unsqueeze(1) + steps).clamp(max=sequence.size(1) - 1)
-        input_ids = sequence.gather(1, picked)
+        input_ids, attended = sequence.gather(1, picked), attended.gather(1, picked).bool() & real
         fields = {
             name: value[index] for name, value in self.fields.items() if name not in ("prompt_ids", "prompt_mask")
         }
@@ -131,7 +137,7 @@ class RowTable:
             & (steps >= prompt.unsqueeze(1))
             & real
         )
-        first = self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.prompt_lengths[index])
+        first = self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.lengths[0][index])
         positions = first.unsqueeze(1) + steps
         if limit is not None:
             positions = torch.where(real, positions, positions.clamp(max=limit - 1))
@@ -139,6 +145,7 @@ class RowTable:
             input_ids=input_ids,
             labels=input_ids.masked_fill(~own, -100),
             position_ids=positions,
+            attention_mask=attended.long() if rows and bool((attended != real).any()) else None,
             take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),
             loss_mask=loss_mask,
             fields=fields,
@@ -168,7 +175,7 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
     first = Carried(inputs).position_offset
     if first is None:
         return None
-    prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
+    prompts, completions = row_lengths(inputs)
     width = inputs["prompt_ids"].size(1)
     steps = torch.arange(width + inputs["completion_ids"].size(1), device=first.device)
     moved = (first - (width - prompts)).unsqueeze(1) + steps

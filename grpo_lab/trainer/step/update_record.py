@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_lab.trainer.carried import loss_mask
+from grpo_lab.trainer.carried import loss_mask, row_lengths
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _Lengths:
         scored = loss_mask(inputs)
         live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
         padded = mask.size(0) * (inputs["prompt_mask"].size(1) + mask.size(1))
-        return _Lengths(torch.stack([inputs["prompt_mask"].sum(1), mask.sum(1), live.long()], dim=1), padded, padded)
+        return _Lengths(torch.stack([*row_lengths(inputs), live.long()], dim=1), padded, padded)
 
     @staticmethod
     def joined(parts: list[_Lengths], accelerator: Any) -> _Lengths:

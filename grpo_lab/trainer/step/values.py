@@ -7,6 +7,7 @@ policy, whatever its advantage, so that no row can be left out (``LiveConditions
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +100,7 @@ def _in_bins(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     def of(part: Bin) -> Tensor:
         nothing = torch.full_like(part.labels, -100)  # no log-prob is asked for: the LM head has nothing to do
         with trl_bridge.values_heard(trainer, trainer.model) as heard:
-            trl_bridge.completion_log_probs(trainer, trainer.model, part.input_ids, nothing, part.position_ids)
+            trl_bridge.completion_log_probs(trainer, trainer.model, *replace(part, labels=nothing).inputs)
         return heard[0]
 
     return forwards_in_bins(trainer, trainer.model, batch, of)

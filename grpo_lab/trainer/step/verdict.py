@@ -20,26 +20,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.step.bin_probe import BinProbe
 from grpo_lab.trainer.step.mask_probe import MaskProbe, apart_from_dropout
 from grpo_lab.trainer.step.model_conditions import (
     RandomnessWatch,
     dropout_rate,
-    keeps_positions,
     layer_drop_rate,
     mixes_rows,
+    moves_positions,
     padding_reaches_state,
     router_noise,
     shared_dropout_rate,
 )
-from grpo_lab.trainer.step.part_questions import answers, has_team_parts, is_local
-from grpo_lab.trainer.trl_bridge import may_bring_images
+from grpo_lab.trainer.step.part_questions import answers, has_team_parts
+from grpo_lab.trainer.trl_bridge import hf_runs_the_step, may_bring_images, teams
 from grpo_lab.update import LiveConditions, why_all_rows, why_stock_batches
 
 if TYPE_CHECKING:
     from torch import nn
 
     from grpo_lab.trainer.ports import StepPort
+
+_HOOK = "`token_loss` is the hook that keeps the exact update"
+#: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside its last ``compute_loss``
+AROUND: dict[str, str] = {
+    "_compute_loss": f"makes the loss of TRL's micro-batches; {_HOOK}",
+    "compute_loss": f"stands around the loss of each of TRL's micro-batches; {_HOOK}",
+    "_get_per_token_logps_and_entropies": f"makes the log-probs of TRL's micro-batches; {_HOOK}",
+    "training_step": "runs the backward of TRL's micro-batches itself; around `super().training_step` it keeps the exact update",
+}
 
 
 @dataclass(frozen=True)
@@ -120,19 +130,19 @@ class StandingVerdict:
 
     def _judged(self, ask_model: bool) -> Verdict:
         trainer = self._trainer
-        if not trainer.loss_is_ours:
-            return Verdict.as_trl(
-                f"`{type(trainer).__name__}._compute_loss` makes the loss; `token_loss` is the hook that keeps the exact update"
-            )
         if trainer.lab_settings.update.is_off:
             return Verdict.as_trl("update is 'off'", chosen=True)
+        for method, does in AROUND.items():
+            home = teams(trainer, method)
+            if home is not None and not (method == "training_step" and (hf_runs_the_step() or not ask_model)):
+                return Verdict.as_trl(f"`{home}` {does}")
         objective = trainer.algorithm.objective
         if objective is None:
             return Verdict.as_trl(f"the loss is left to TRL ({trainer.algorithm.left_to_trl})")
         parts = answers(trainer, objective)
         if parts.stock is not None:
             return Verdict.as_trl(parts.stock)
-        conditions = self._conditions(parts.vanishes)
+        conditions = self._conditions(parts.pull)
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
             return Verdict(stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None)
@@ -144,17 +154,14 @@ class StandingVerdict:
             return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
         return Verdict(stock, all_rows)
 
-    def _conditions(self, vanishes: bool) -> LiveConditions:
+    def _conditions(self, pull: str) -> LiveConditions:
         trainer = self._trainer
         objective, args, model = trainer.algorithm.objective, trainer.args, self._model()
         assert objective is not None
         return LiveConditions(
             kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
             value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
-            surrogate_vanishes=vanishes,
-            entropy_bonus=args.entropy_coef,
-            adaptive_entropy=args.use_adaptive_entropy,
-            entropy_quantile=args.top_entropy_quantile,
+            pull=pull,
             moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
             dropout=dropout_rate(model),
             same_draws=trainer.lab_settings.randomness == "same_draws",
@@ -163,11 +170,10 @@ class StandingVerdict:
             router_noise=router_noise(model),
             random_forward=self.saw_randomness,
             embedding_noise=args.neftune_noise_alpha or 0.0,
-            batch_dependent_layers=mixes_rows(model, trainer.accelerator.mixed_precision),
-            shift_invariant_positions=keeps_positions(model),
+            mixed_rows=mixes_rows(model, trainer.accelerator.mixed_precision),
+            moved_positions=moves_positions(model),
             state_reads_padding=padding_reaches_state(model),
-            local_denominator=is_local(objective),
-            off_policy_mask_per_row=True,
+            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
             multimodal=may_bring_images(trainer),
         )
 

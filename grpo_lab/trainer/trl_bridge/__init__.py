@@ -7,6 +7,7 @@ that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl`
     gradients   backward, sharding, loading           logs       metrics and tables that TRL has written
     rewards     what TRL calls a reward               replace    a name stands for something else inside a block
     reference   TRL's reference beside the policy
+    overrides   whether a method is a team's
     values      a critic inside the policy's module
     fsdp_optimizer  FSDP2's optimizer, saved and loaded as it is
 """
@@ -51,6 +52,7 @@ from grpo_lab.trainer.trl_bridge.names import (
     is_multimodal,
     may_bring_images,
 )
+from grpo_lab.trainer.trl_bridge.overrides import hf_runs_the_step, teams
 from grpo_lab.trainer.trl_bridge.reference import (
     copy_to_reference,
     load_policy_adapter,
@@ -88,6 +90,7 @@ __all__ = [
     "forget_sampling_metrics",
     "forwards_replaced",
     "give_critic",
+    "hf_runs_the_step",
     "inside",
     "is_compiled",
     "is_critics",
@@ -110,6 +113,7 @@ __all__ = [
     "replace_logged_rows",
     "replaced",
     "step_was_taken",
+    "teams",
     "values_heard",
     "wants_old_log_probs",
     "whole_by_names",

@@ -22,28 +22,32 @@ def completion_log_probs(
     input_ids: Tensor,
     labels: Tensor,
     position_ids: Tensor,
+    attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
 
     Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
     left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
     have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
-    look, so there is no attention mask and the kernels take their causal path.
+    look, so there is no ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
 
     On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with Triton it
     picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
     ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
     """
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
     if input_ids.device.type != "cpu" or is_compiled(trainer, model):
         with trainer.accelerator.autocast():
-            output = model(input_ids=input_ids, position_ids=position_ids, labels=labels, fused_lm_head=True)
+            output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     scored = following != -100
     places = scored.flatten().nonzero().squeeze(1)
     chosen = following.flatten()[places].unsqueeze(0)
     with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
-        output = model(input_ids=input_ids, position_ids=position_ids, shift_labels=chosen, fused_lm_head=True)
+        output = model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
     def spread(values: Tensor) -> Tensor:
         flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))

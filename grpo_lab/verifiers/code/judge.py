@@ -199,7 +199,9 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [
+        line.rstrip() for line in text.rstrip().split("\n")
+    ]  # `splitlines` would end one at a form feed or U+2028, too
 
 
 @cache

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_lab.verifiers.code.remote import Program, ProgramGone, Unsendable
+from grpo_lab.verifiers.code.remote import Program, ProgramGone, Unsendable, lacks_a_module
 from grpo_lab.verifiers.code.wire import RECURSION, refuse_tag, unpack
 
 UNIT = "__one_test__"
@@ -49,7 +49,7 @@ class _Unit:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Unsendable | _Enough) or _lacks_a_module(error):
+        if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
             return False
         passed = error is None and not self.run.program.gone and not self.run.program.refused
         self.run.program.refused = False
@@ -57,11 +57,6 @@ class _Unit:
         if not passed and (self.run.stop_early or self.run.program.gone):
             raise _Enough
         return True
-
-
-def _lacks_a_module(error: BaseException | None) -> bool:
-    """The tests' own import of what is not there. What the program raises has a message alone."""
-    return type(error) is ModuleNotFoundError and error.name is not None
 
 
 class Run:
@@ -86,7 +81,7 @@ class Run:
             exec(code, names)
             self.report(b"." if not self.program.gone else b"")
         except BaseException as error:
-            if isinstance(error, Unsendable) or _lacks_a_module(error):
+            if isinstance(error, Unsendable) or lacks_a_module(error):
                 self.report(b"?" + ascii(str(error)).encode()[:300])
 
     def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
@@ -161,7 +156,8 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         called = _only_called(tree)
         if entry_point is None and not _asked_for(tree, called):
             raise NoTests(
-                "the tests use nothing of the program; for a function named as one of Python's own, name the `entry_point`"
+                "every name in the tests is Python's or their own, so they ask nothing of a program; a function that is named as one of "
+                "Python's (`sum`) needs the column `entry_point`"
             )
         if any(isinstance(node, ast.ClassDef) and _is_test_case(node) for node in ast.walk(tree)):
             raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
@@ -170,6 +166,8 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         if not counter.count:
             raise NoTests("nothing in the tests is an assertion or a call")
         return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count, called
+    except NoTests:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoTests(f"the tests are no Python: {error}") from None
 

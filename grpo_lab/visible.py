@@ -1,0 +1,42 @@
+"""Text of models, data and files, made fit to be shown on a page, a terminal or in a log: nothing in it acts, hides, or turns other text around."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+_UNSEEN = [
+    *[*range(0x80, 0xA0), 0xAD, 0x061C, 0x180E, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070)],
+    *[0xFEFF, *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080)],
+]
+_PICTURES: dict[int, int | str] = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **{code: f"⟨U+{code:04X}⟩" for code in _UNSEEN},
+}
+
+
+def visible(text: str) -> str:
+    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), and by number the ones that reverse the
+    writing direction or have no width; joiners, which emoji and some scripts need, stay. Half surrogate pairs are replaced (``encodable``)."""
+    shown: str = encodable(text.replace("\r\n", "\n")).translate(_PICTURES)
+    return shown
+
+
+def encodable(value: Any) -> Any:
+    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings too."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {name: encodable(item) for name, item in value.items()}
+    return [encodable(item) for item in value] if isinstance(value, list) else value
+
+
+class VisibleFormatter(logging.Formatter):
+    """A log's lines, fit for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+__all__ = ["VisibleFormatter", "encodable", "visible"]
