@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.nearest import refuse_unknown, refuse_unknown_arguments
 from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
-from grpo_lab.pipelines.recipe import (
-    DataSection,
-    EvaluationSection,
-    ModelSection,
-    PartSection,
-    Recipe,
-    RewardSection,
-)
+from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, ModelSection, PartSection, Recipe, RewardSection
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.reading import hints_of, typed
 
@@ -146,9 +139,8 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
         from grpo_lab.testing import tiny_model
 
         refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
-        return tiny_model(
-            **{"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}, tokenizer=section.tokenizer
-        )
+        settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
+        return tiny_model(**settings, tokenizer=section.tokenizer)
     assert section.path is not None
     with loading(section.path):
         return model_class(section.path)[0].from_pretrained(section.path), load_tokenizer(section)
