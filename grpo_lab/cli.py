@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-WITH_OVERRIDES = ("quickstart", "train", "curate", "long2short", "rounds")
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
     "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
@@ -35,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     working_folder_on_path()
     parser = _parser()
     known, rest = parser.parse_known_args(words)
+    if words is None and getattr(known, "dry_run", False):
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(VisibleFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
@@ -46,14 +49,15 @@ def main(words: Sequence[str] | None = None) -> int:
         *(() if known.verbose else ("vllm",)),
     ):  # said at its import
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if rest and known.command not in WITH_OVERRIDES:
+    if rest and known.command not in PIPELINES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(known.run(known, rest) or 0)
     except (ValueError, ConnectionError, FloatingPointError) as error:  # a mistake, a server that is gone, NaN
         if known.traceback:
             raise
-        _say(f"error: {error}")
+        said = " ".join(str(error).split()) if isinstance(error, ValueError) else error  # libraries write paragraphs
+        _say(f"error: {said}")
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
         if known.traceback or error.errno not in NO_ROOM:
@@ -101,52 +105,46 @@ def _parser() -> argparse.ArgumentParser:
     server.set_defaults(run=_serve)
     for command in commands.choices.values():  # after the command, too; SUPPRESS: its default is the one above
         command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
-    for name in (*WITH_OVERRIDES, "evaluate"):
+    for name in (*PIPELINES, "evaluate"):
         command = commands.choices[name]
         command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
 
 
+#: command → what it does, and the recipe to look at
+PIPELINES = {
+    "quickstart": ("learn to work answers out, on two CPU cores without network", ""),
+    "train": ("run a recipe: rows, cold start, reinforcement, evaluation, report", "recipes/"),
+    "curate": ("choose training rows: pass rates and filters; goes on where it was killed", "recipes/kimi/curate.yaml"),
+    "long2short": (
+        "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
+        "recipes/kimi/long2short_*.yaml",
+    ),
+    "rounds": (
+        "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
+        "recipes/quickstart/expert_iteration.yaml",
+    ),
+}
+OVERRIDES = (
+    "Every setting of the recipe can be replaced by --key value (or --key=value), one in a section by its "
+    "place: --output_dir runs/mine --data.limit 100 --evaluation.data.n 50. A switch may stand without a value."
+)
+
+
 def _add_pipelines(commands: Commands) -> None:
-    """What a recipe describes: quickstart, train, curate, long2short, rounds."""
-    quick = commands.add_parser(
-        "quickstart",
-        help="learn to work answers out, on two CPU cores without network",
-        description="Train by the recipe quickstart/dr_grpo.yaml that the package brings; any setting can be overridden with "
-        "--key value, such as --max_steps 2 --cold_start.max_steps 5.",
-    )
-    train = commands.add_parser("train", help="run a recipe; any setting can be overridden with --key value")
-    train.add_argument("--config", required=True, help="a recipe, see recipes/")
-    for command, run in ((quick, _quickstart), (train, _train)):
+    """What a recipe describes."""
+    handlers = (_quickstart, _train, _curate, _long2short, _rounds)
+    for (name, (what, recipe)), run in zip(PIPELINES.items(), handlers, strict=True):
+        asks = "" if run is _quickstart else "--config RECIPE "
+        usage = f"grpo-lab {name} {asks}[options] [--key value …]"
+        command = commands.add_parser(name, help=what, description=f"{what}. {OVERRIDES}", usage=usage)
+        if asks:
+            command.add_argument("--config", required=True, metavar="RECIPE", help=f"a recipe, see {recipe}")
         command.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-        command.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
-        command.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+        command.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
+        if run in (_quickstart, _train):
+            command.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
         command.set_defaults(run=run)
-
-    curate = commands.add_parser(
-        "curate", help="choose training rows: pass rates and filters; goes on where it was killed"
-    )
-    curate.add_argument(
-        "--config", required=True, help="a recipe, see recipes/kimi/curate.yaml; override with --key value"
-    )
-    curate.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    curate.add_argument("--overwrite", action="store_true", help="sample anew in a folder that holds a curation")
-    curate.set_defaults(run=_curate)
-
-    short = commands.add_parser("long2short", help="make a model right in fewer tokens: SFT, DPO, SimPO or merging")
-    short.add_argument("--config", required=True, help="a recipe, see recipes/kimi/long2short_*.yaml")
-    short.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    short.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
-    short.set_defaults(run=_long2short)
-
-    again = commands.add_parser(
-        "rounds",
-        help="sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-    )
-    again.add_argument("--config", required=True, help="a recipe, see recipes/quickstart/expert_iteration.yaml")
-    again.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    again.add_argument("--overwrite", action="store_true", help="begin anew in a folder that holds such a run")
-    again.set_defaults(run=_rounds)
 
 
 def _add_measuring(commands: Commands) -> None:
@@ -179,19 +177,35 @@ def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
     return _train(known, rest)
 
 
-def _train(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.recipe import read_recipe
+def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest: list[str]) -> int:
+    """The recipe of the command line, planned (``--dry-run``) or run, by functions of the pipelines."""
+    from grpo_lab.pipelines.console_noise import quiet
+    from grpo_lab.pipelines.in_words import show
     from grpo_lab.pipelines.recipe_file import parse_overrides
 
-    recipe = read_recipe(known.config, parse_overrides(rest))
-    if known.dry_run:
-        from grpo_lab.pipelines.dry_run import dry_run
+    recipe = _pipeline(read)(known.config, parse_overrides(rest))
+    flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
+    if not known.dry_run:
+        return _to_its_end(known, lambda: _pipeline(run)(recipe, **flags))
+    with quiet(known.verbose):
+        show(recipe.name, _pipeline(plan)(recipe, **flags))
+    return 0
 
-        dry_run(recipe)
-        return 0
-    from grpo_lab.pipelines.train import train
 
-    return _to_its_end(known, lambda: train(recipe, overwrite=known.overwrite, resume=known.resume))
+def _pipeline(name: str) -> Any:
+    """``module:function``, loaded when it is needed."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"grpo_lab.pipelines.{module}"), function)
+
+
+_train = partial(_with_recipe, "recipe:read_recipe", "dry_run:plan_of_training", "train:train")
+_curate = partial(_with_recipe, "curation_recipe:read_curation_recipe", "plan:plan_of_curation", "curate:curate")
+_long2short = partial(
+    _with_recipe, "long2short_recipe:read_long2short_recipe", "plan:plan_of_long2short", "long2short:long2short"
+)
+_rounds = partial(
+    _with_recipe, "rounds_recipe:read_rounds_recipe", "rounds_plan:plan_of_rounds", "run_rounds:run_rounds"
+)
 
 
 def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
@@ -213,52 +227,6 @@ def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
         _say(f"error: {error}")
         return EXIT_NOT_WRITTEN
     return 0
-
-
-def _curate(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.curation_recipe import read_curation_recipe
-    from grpo_lab.pipelines.recipe_file import parse_overrides
-
-    recipe = read_curation_recipe(known.config, parse_overrides(rest))
-    if known.dry_run:
-        from grpo_lab.pipelines.plan import plan_of_curation, show
-
-        show(recipe.name, plan_of_curation(recipe, known.overwrite))
-        return 0
-    from grpo_lab.pipelines.curate import curate
-
-    return _to_its_end(known, lambda: curate(recipe, overwrite=known.overwrite))
-
-
-def _long2short(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.long2short_recipe import read_long2short_recipe
-    from grpo_lab.pipelines.recipe_file import parse_overrides
-
-    recipe = read_long2short_recipe(known.config, parse_overrides(rest))
-    if known.dry_run:
-        from grpo_lab.pipelines.plan import plan_of_long2short, show
-
-        show(recipe.name, plan_of_long2short(recipe, known.overwrite))
-        return 0
-    from grpo_lab.pipelines.long2short import long2short
-
-    return _to_its_end(known, lambda: long2short(recipe, overwrite=known.overwrite))
-
-
-def _rounds(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.recipe_file import parse_overrides
-    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
-
-    recipe = read_rounds_recipe(known.config, parse_overrides(rest))
-    if known.dry_run:
-        from grpo_lab.pipelines.plan import show
-        from grpo_lab.pipelines.rounds_plan import plan_of_rounds
-
-        show(recipe.name, plan_of_rounds(recipe, known.overwrite))
-        return 0
-    from grpo_lab.pipelines.run_rounds import run_rounds
-
-    return _to_its_end(known, lambda: run_rounds(recipe, overwrite=known.overwrite))
 
 
 def _serve(known: argparse.Namespace, _: list[str]) -> int:

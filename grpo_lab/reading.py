@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from enum import Enum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
@@ -137,13 +138,21 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError for half a mapping."""
+    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key twice."""
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`{where}` is {value!r}, which is no JSON: {error}") from error
+        return json.loads(value, object_pairs_hook=lambda pairs: _once(pairs, where))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"`{where}` is {value[:200]!r}, which is no JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"`{where}` has the key {twice[0]!r} twice; leave one out")
+    return dict(pairs)
 
 
 def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:
@@ -244,6 +253,9 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
+    if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
+        bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
+        raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
     if not numbers or value is None or (numbers == [bool] and str in kinds):
         return value
     if type(value) in kinds and value == value:
@@ -253,6 +265,12 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
     if found is None and not other:
         raise ValueError(f"`{name}` is {value!r}; it must be {_in_words(numbers)}{_hint(value)}")
     return value if found is None else found
+
+
+def _is_text(kind: Any) -> bool:
+    """Or none, or one of an enumeration's texts, or several of them."""
+    of_enum = isinstance(kind, type) and issubclass(kind, Enum)
+    return of_enum or kind in (str, types.NoneType) or get_origin(kind) is list
 
 
 def _members(declared: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from grpo_lab.evaluation import evaluate
 from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
+from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.reading import read
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
@@ -35,7 +36,7 @@ def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
         if recipe.cold_start is None:
             raise ValueError(f"recipe {recipe.name!r} has no `cold_start` to share among the arms")
         model, tokenizer = parts.load_model(recipe.model, seed)
-        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+        rows = load_rows(recipe.cold_start.data, "cold_start.data")
         settings = {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
         cold_start(model, tokenizer, rows, start, settings)
         tokenizer.save_pretrained(start)
@@ -50,7 +51,7 @@ class HeldOut(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, file: str, every: int, data: Mapping[str, Any], max_new_tokens: int) -> None:
         self.file, self.every, self.max_new_tokens = Path(file), every, max_new_tokens
-        self.rows = parts.load_rows(read(DataSection, dict(data), "data"), "data")
+        self.rows = load_rows(read(DataSection, dict(data), "data"), "data")
         self.reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
         self.began = time.perf_counter()
 
@@ -114,7 +115,7 @@ def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new
     """Points of `grpo-lab rounds`: the start, every checkpoint of every round's training, and each round's model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = parts.load_rows(read(DataSection, dict(data), "data"), "data")
+    rows = load_rows(read(DataSection, dict(data), "data"), "data")
     reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
     tokenizer = AutoTokenizer.from_pretrained(start)
     spent = json.loads((folder / "run.json").read_text())["seconds"]

@@ -29,6 +29,7 @@ from arm_runs import HeldOut, peak_memory, points_of, points_of_rounds, shared_s
 from grpo_lab.atomic import write_whole_text
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -203,7 +204,7 @@ def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) ->
     }
     settings |= {"max_steps": args.steps, "max_length": 256, "gradient_checkpointing": False, "logging_steps": 1}
     settings |= {"seed": seed, "use_cpu": True, "bf16": False, "disable_tqdm": True}
-    cold_start(model, tokenizer, parts.load_rows(recipe.data), output, settings, [watch])
+    cold_start(model, tokenizer, load_rows(recipe.data), output, settings, [watch])
     return points_of(output, 0)
 
 

@@ -96,6 +96,7 @@ def stock(recipe: dict[str, Any], folder: Path, ours: tuple[str, ...]) -> int:
 
     from grpo_lab.pipelines import parts
     from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.pipelines.rows import load_rows
 
     read = recipe_from({**recipe, "output_dir": str(folder)})
     model, tokenizer = parts.load_model(read.model, recipe["seed"])
@@ -109,7 +110,7 @@ def stock(recipe: dict[str, Any], folder: Path, ours: tuple[str, ...]) -> int:
         args=GRPOConfig(
             output_dir=str(folder), report_to="none", loss_type="dr_grpo", scale_rewards="none", **settings
         ),
-        train_dataset=parts.load_rows(read.data),
+        train_dataset=load_rows(read.data),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))

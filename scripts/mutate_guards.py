@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
+from grpo_lab.pipelines.strict_yaml import parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 600
@@ -84,7 +84,7 @@ class Seen:
 
 
 def read_guards(table: Path) -> list[Guard]:
-    return [Guard(**row) for row in yaml.safe_load(table.read_text(encoding="utf-8"))]
+    return [Guard(**row) for row in parsed(table.read_text(encoding="utf-8"), str(table))]
 
 
 def fault_of_test(test: str, root: Path) -> str | None:

@@ -23,6 +23,7 @@ from arm_runs import pyplot_if_there, smooth, spread
 
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.train import train
 from grpo_lab.trainer.supervised.cold_start import cold_start
 
@@ -81,7 +82,7 @@ def shared_start(folder: Path) -> Path:
         recipe = read_recipe(RECIPE)
         assert recipe.cold_start is not None
         model, tokenizer = parts.load_model(recipe.model, 0)
-        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+        rows = load_rows(recipe.cold_start.data, "cold_start.data")
         settings = {"seed": 0, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
         cold_start(model, tokenizer, rows, start, settings).save_pretrained(start)
         tokenizer.save_pretrained(start)

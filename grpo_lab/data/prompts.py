@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from grpo_lab.nearest import one_of
+
 Message = dict[str, str]
 Prompt = str | list[Message]
 
@@ -109,7 +111,7 @@ def find_template(template: str | PromptTemplate, system_prompt: str | None = No
     """
     if isinstance(template, str):
         if template not in TEMPLATES:
-            raise ValueError(f"unknown template {template!r}; allowed: {', '.join(TEMPLATES)} (setting: template)")
+            raise ValueError(f"`template` is {template!r}{one_of(template, TEMPLATES)}")
         template = TEMPLATES[template]
     if system_prompt is None:
         return template

@@ -77,7 +77,7 @@ def _read_file(path: Path) -> list[Row]:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # a byte order mark is no text
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not UTF-8 ({error}) (setting: source)") from None
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not JSON ({error}); one object a line (setting: source)"
                 ) from None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
+from grpo_lab.nearest import one_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -57,7 +58,7 @@ def sorting(
         ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.
     """
     if split not in SORTING_SPLITS:
-        raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SORTING_SPLITS)} (setting: split)")
+        raise ValueError(f"`split` is {split!r}{one_of(split, SORTING_SPLITS)}")
     for name, value, least in (("n", n, 1), ("length", length, 1), ("vocabulary", vocabulary, 2)):
         if value < least:
             raise ValueError(f"{name} is {value}; at least {least} is needed")

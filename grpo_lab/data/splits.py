@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from grpo_lab.data.word_problem_stories import SPLITS
+from grpo_lab.nearest import one_of
 
 _OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
 
@@ -18,7 +19,7 @@ def split_of(content: str) -> str:
 
 def checked_split(split: str) -> str:
     if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SPLITS)} (setting: split)")
+        raise ValueError(f"`split` is {split!r}{one_of(split, SPLITS)}")
     return split
 
 

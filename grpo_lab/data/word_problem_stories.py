@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from grpo_lab.data.word_problem_families import NAMES, Family, Move
 
@@ -31,9 +32,6 @@ class Event:
         return MISREADING[self.move.op] if self.misread else self.move.op
 
 
-Misreading = Callable[[Sequence[Event]], Sequence[Event]]
-
-
 @dataclass(frozen=True)
 class WordProblem:
     """A problem as it is told, its solution line by line and its answer, a whole number as text."""
@@ -48,54 +46,85 @@ class WordProblem:
 
     @property
     def split(self) -> str:
-        digest = hashlib.sha256(self.arithmetic.encode()).digest()
-        return _SPLIT_OF_TENTH[int.from_bytes(digest[:8], "big") % len(_SPLIT_OF_TENTH)]
+        return _split_of(self.arithmetic)
 
 
-def tell_until_told(
-    rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading
-) -> WordProblem | None:
-    """Dead ends are told anew with as many steps, or long problems would be rarer than asked."""
-    tellings = (_tell(rng, family, steps, largest, misread) for _ in range(50))
-    return next((problem for problem in tellings if problem is not None), None)
+@dataclass(frozen=True)
+class Draft:
+    """A story before it is told: its people, its moves with their numbers, and what they come to."""
+
+    family: Family
+    people: list[str]
+    item: str
+    moves: list[tuple[Move, tuple[int, int]]]
+    steps: int
+    value: int
+
+    @property
+    def arithmetic(self) -> str:
+        return f"{self.family.name}:" + " ".join(f"{a}{move.op}{k}" for move, (a, k) in self.moves)
+
+    @property
+    def split(self) -> str:
+        return _split_of(self.arithmetic)
+
+    def told(self, misread: Sequence[bool]) -> WordProblem:
+        """The problem. ``misread``: for each move, whether the writer of the solution misreads it."""
+        events = [self._event(turn) for turn in range(len(self.moves))]
+        as_read = [
+            replace(event, misread=True) if wrong else event for event, wrong in zip(events, misread, strict=True)
+        ]
+        lines, answer = _solve(as_read)
+        if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
+            lines, answer = _solve(events)
+        told = [event.move.text.format(**event.slots) for event in events]
+        return WordProblem(
+            question=" ".join([*told, self.family.question.format(**events[-1].slots)]),
+            worked_solution="\n".join([*lines, f"#### {answer}"]),
+            solution=str(self.value),
+            family=self.family.name,
+            steps=self.steps,
+            arithmetic=self.arithmetic,
+        )
+
+    def _event(self, turn: int) -> Event:
+        move, numbers = self.moves[turn]
+        new = self.people[turn + 1]
+        who = {"name": self.people[0], "item": self.item, "before": self.people[turn], "other": new, "last": new}
+        return Event(move, numbers, who | {"a": str(numbers[0]), "k": str(numbers[1])})
 
 
-def _tell(rng: random.Random, family: Family, steps: int, largest: int, misread: Misreading) -> WordProblem | None:
+def _split_of(arithmetic: str) -> str:
+    digest = hashlib.sha256(arithmetic.encode()).digest()
+    return _SPLIT_OF_TENTH[int.from_bytes(digest[:8], "big") % len(_SPLIT_OF_TENTH)]
+
+
+def draft_until_done(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
+    """Dead ends are begun anew with as many steps, or long problems would be rarer than asked."""
+    drafts = (_draft(rng, family, steps, largest) for _ in range(50))
+    return next((draft for draft in drafts if draft is not None), None)
+
+
+def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
     """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
     people = rng.sample(NAMES, steps + 1)
     item = rng.choice(family.items)
-    events: list[Event] = []
+    moves: list[tuple[Move, tuple[int, int]]] = []
     value: int | None = None
     left_steps = steps
     while left_steps:
-        moves = family.openings if value is None else family.moves
-        move = rng.choice([move for move in moves if move.steps <= left_steps])
+        known = family.openings if value is None else family.moves
+        move = rng.choice(known if left_steps > 1 else [move for move in known if move.steps == 1])
         numbers = _numbers(rng, move, value, largest)
         if numbers is None:
             return None
-        turn = len(events) + 1
-        slots = {
-            "name": people[0],
-            "item": item,
-            "before": people[turn - 1],
-            "other": people[turn],
-            "last": people[turn],
-        }
-        events.append(Event(move, numbers, slots | {"a": str(numbers[0]), "k": str(numbers[1])}))
+        moves.append((move, numbers))
         left_steps -= move.steps
-        value = _solve(events)[1]
-    told = [event.move.text.format(**event.slots) for event in events]
-    lines, answer = _solve(misread(events))
-    if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
-        lines, answer = _solve(events)
-    return WordProblem(
-        question=" ".join([*told, family.question.format(**events[-1].slots)]),
-        worked_solution="\n".join([*lines, f"#### {answer}"]),
-        solution=str(value),
-        family=family.name,
-        steps=steps,
-        arithmetic=f"{family.name}:" + " ".join(f"{e.numbers[0]}{e.move.op}{e.numbers[1]}" for e in events),
-    )
+        a, k = numbers
+        right = a * k if move.steps == 2 else k
+        value = _result(a if value is None else value, move.op[0], right)
+    assert value is not None
+    return Draft(family, people, item, moves, steps, value)
 
 
 def _solve(events: Sequence[Event]) -> tuple[list[str], int | None]:
@@ -134,7 +163,7 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
         left = _opening(rng, move, largest)
     else:
         left = value
-    allowed = _right_operands(move, left, largest)
+    allowed = _right_operands(move.op, move.fixed, left, largest)
     return (left, rng.choice(allowed)) if allowed else None
 
 
@@ -142,21 +171,27 @@ def _opening(rng: random.Random, move: Move, largest: int) -> int:
     if move.op == "*":
         return rng.randint(2, min(12, largest // 2))
     if move.op == "/":
-        return rng.choice([left for left in range(4, largest + 1) if _right_operands(move, left, largest)])
+        return rng.choice(_dividends(move.fixed, largest))
     return rng.randint(3, largest * 3 // 5)
 
 
-def _right_operands(move: Move, left: int, largest: int) -> list[int]:
+@functools.cache
+def _dividends(fixed: int | None, largest: int) -> list[int]:
+    return [left for left in range(4, largest + 1) if _right_operands("/", fixed, left, largest)]
+
+
+@functools.lru_cache(maxsize=65536)
+def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list[int]:
     """All ``k`` that the operation allows after ``left``."""
-    if move.op == "+":
+    if op == "+":
         ks = range(2, min(largest - left, largest * 2 // 5) + 1)
-    elif move.op == "-":
+    elif op == "-":
         ks = range(2, left)
-    elif move.op == "*":
+    elif op == "*":
         ks = range(2, min(9, largest // left) + 1)
     else:
         ks = range(2, min(9, left - 1) + 1)
-    return [k for k in ks if (move.op != "/" or left % k == 0) and move.fixed in (None, k)]
+    return [k for k in ks if (op != "/" or left % k == 0) and fixed in (None, k)]
 
 
 def _result(left: int, operation: str, right: int) -> int | None:

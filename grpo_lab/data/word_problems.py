@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
 from grpo_lab.data.solution_style import SolutionStyle
 from grpo_lab.data.word_problem_families import FAMILIES, Family
-from grpo_lab.data.word_problem_stories import MISREADING, SPLITS, Event, WordProblem, tell_until_told
+from grpo_lab.data.word_problem_stories import MISREADING, SPLITS, WordProblem, draft_until_done
+from grpo_lab.nearest import one_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,17 +114,16 @@ def iter_word_problems(
         raise ValueError(f"misread is {misread}; a share between 0 and 1 is needed")
     rng = random.Random(f"{seed}/{split}")
     reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
-
-    def careless(events: Sequence[Event]) -> Sequence[Event]:
-        flags = [reader.random() < misread and event.move.op in MISREADING for event in events]
-        return [replace(event, misread=flag) for event, flag in zip(events, flags, strict=True)]
-
     seen: set[bytes] = set()
     misses = 0
     while misses < _PATIENCE:
-        problem = tell_until_told(rng, rng.choice(chosen), rng.randint(*steps), largest, careless)
+        draft = draft_until_done(rng, rng.choice(chosen), rng.randint(*steps), largest)
+        wrong = (
+            [] if draft is None else [reader.random() < misread and move.op in MISREADING for move, _ in draft.moves]
+        )
+        problem = draft.told(wrong) if draft is not None and draft.split == split else None
         mark = b"" if problem is None else hashlib.sha256(problem.question.encode()).digest()[:16]
-        if problem is None or problem.split != split or mark in seen:
+        if problem is None or mark in seen:
             misses += 1
             continue
         misses = 0
@@ -134,7 +133,7 @@ def iter_word_problems(
 
 def _checked_families(split: str, steps: tuple[int, int], families: Sequence[str] | None, largest: int) -> list[Family]:
     if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SPLITS)} (setting: split)")
+        raise ValueError(f"`split` is {split!r}{one_of(split, SPLITS)}")
     if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= _MOST_STEPS:
         raise ValueError(
             f"steps is {steps!r}; a pair (fewest, most) with 1 <= fewest <= most <= {_MOST_STEPS} is needed"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo_lab.evaluation.chat_template import rendered
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -62,14 +64,9 @@ def render_prompt(
     if isinstance(prompt, str):
         return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
     continued = prompt[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in prompt],
-        tokenize=False,
-        add_generation_prompt=not continued,
-        continue_final_message=continued,
-        **(chat_template_kwargs or {}),
-    )
-    return RenderedPrompt(str(text), list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    how = {"add_generation_prompt": not continued, "continue_final_message": continued, **(chat_template_kwargs or {})}
+    text = rendered(tokenizer, prompt, **how)
+    return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
 def in_form_of(prompt: str | Messages, text: str) -> Any:

@@ -5,14 +5,14 @@ Tokens are counted as each stage counts them, with the recipe's own tokenizer; r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation.generation import context_of_config, render_prompt, too_long
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.recipe import ColdStartSection, ModelSection, Recipe
-from grpo_lab.pipelines.rows_here import rows_here
 
 EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
@@ -30,12 +30,14 @@ def evaluation_tokens(recipe: Recipe) -> int:
     return int(written)
 
 
-def check_room(recipe: Recipe, config: Any, rows: Any, here_only: bool = False) -> str | None:
+def check_room(
+    recipe: Recipe, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
+) -> str | None:
     """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its context.
 
     Args:
-        rows: the training's, None where they are not here.
-        here_only: look at nothing that may have to be fetched (a dry run).
+        model: its tokenizer and configuration.
+        rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
 
     Returns:
         The context in words, with a warning where completions may run beyond it; None where it is not known here.
@@ -43,29 +45,29 @@ def check_room(recipe: Recipe, config: Any, rows: Any, here_only: bool = False) 
     Raises:
         ValueError: names the setting, the tokens and the context.
     """
-    load = rows_here if here_only else parts.load_rows
-    held_out = None
     if recipe.evaluation is not None:
         evaluation_tokens(recipe)
-        held_out = load(recipe.evaluation.data, "evaluation.data")
-    known = _tokenizer_and_config(recipe.model, here_only)
-    if known is None or (recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments):
+    if model is None or (recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments):
         return None
-    words, model = known
-    context = context_of_config(model)
+    words, shape = model
+    context = context_of_config(shape)
+    looked_at = rows is not None and not _prompts_are_made(recipe, rows)
+    if looked_at:
+        render_prompt(rows[0]["prompt"], words, config.chat_template_kwargs)
     if context is None:
         return "no limit"
     if held_out is not None:
-        _check_evaluation(recipe, held_out["prompt"], words, context)
-    if recipe.cold_start is not None:
-        _check_cold_start(recipe.cold_start, words, context, load)
-    looked_at = rows is not None and not _prompts_are_made(recipe, rows)
-    risk = _of_training(config, rows, words, model) if looked_at else None
+        assert recipe.evaluation is not None
+        check_held_out(recipe.evaluation.max_new_tokens, evaluation_tokens(recipe), held_out["prompt"], words, context)
+    if recipe.cold_start is not None and cold_rows is not None:
+        _check_cold_start(recipe.cold_start, cold_rows, words, context)
+    _check_completion(config, context)
+    risk = _of_training(config, rows, words, shape) if looked_at else None
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
 
 
-def _tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
-    """The model's tokenizer and its configuration; None for a hub name, ``here_only``."""
+def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
+    """The model's tokenizer and its configuration; None for an adapter, and for a hub name, ``here_only``."""
     from transformers import AutoConfig
 
     if section.tiny is not None:
@@ -73,49 +75,74 @@ def _tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, 
         return words, model.config
     path = str(section.path)
     named = [name for name in (section.path, section.tokenizer) if name is not None]
-    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(parts.is_local(n) for n in named)):
+    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(is_local(name) for name in named)):
         return None
     with parts.loading(path):
         config = AutoConfig.from_pretrained(path)
     return parts.load_tokenizer(section), config
 
 
-def _check_evaluation(recipe: Recipe, prompts: Sequence[Any], words: Any, context: int) -> None:
-    """At least one prompt must fit: those that do not are left out by the evaluation, and all of them end it."""
-    new = evaluation_tokens(recipe)
-    shortest: int | None = None
-    for prompt in sorted(prompts, key=_bytes):
-        tokens = len(render_prompt(prompt, words).ids)
-        if tokens + new <= context:
-            return
-        shortest = tokens if shortest is None else min(shortest, tokens)
-    assert recipe.evaluation is not None
-    own = recipe.evaluation.max_new_tokens is not None
-    setting = "`evaluation.max_new_tokens`" if own else "`max_completion_length` (no `evaluation.max_new_tokens`)"
-    if shortest is not None:
+def check_held_out(own: int | None, otherwise: int, prompts: Sequence[Any], words: Any, context: int) -> None:
+    """At least one prompt must fit: those that do not are left out by the evaluation, and all of them end it.
+
+    Args:
+        own: ``evaluation.max_new_tokens``; ``otherwise``: what is in force without it.
+    """
+    new = otherwise if own is None else own
+    shortest = shortest_prompt(prompts, words, context - new)
+    if shortest is not None and shortest + new > context:
+        setting = (
+            "`max_completion_length` (no `evaluation.max_new_tokens`)" if own is None else "`evaluation.max_new_tokens`"
+        )
         raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
 
 
-def _check_cold_start(section: ColdStartSection, words: Any, context: int, load: Callable[..., Any]) -> None:
+def shortest_prompt(prompts: Iterable[Any], words: Any, room: int) -> int | None:
+    """Tokens of the shortest prompt, or of the first that fits into ``room``; None where there is none."""
+    shortest: int | None = None
+    for prompt in sorted(prompts, key=_bytes):
+        tokens = len(render_prompt(prompt, words).ids)
+        shortest = tokens if shortest is None else min(shortest, tokens)
+        if tokens <= room:
+            break
+    return shortest
+
+
+def _check_cold_start(section: ColdStartSection, rows: Any, words: Any, context: int) -> None:
     """Prompt and worked solution, cut at ``cold_start.max_length``, must fit in the context."""
-    limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
-    if limit is not None and int(limit) <= context:
-        return
-    rows = load(section.data, "cold_start.data")
-    if rows is None or "worked_solution" not in rows.column_names:  # the latter is refused by the cold start
+    if cut_to_fit(section, context):
         return
     whole = (_whole(row["prompt"], row["worked_solution"]) for row in rows)
     longest = _longest(whole, words, context)
     if longest > context:
+        limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
         raise ValueError(
-            f"`cold_start`: the longest prompt with its worked solution has {longest} tokens, `cold_start.max_length` is {limit}, "
-            f"and the model's context (max_position_embeddings) is {context}: set `cold_start.max_length` to at most "
-            f"{context} (longer rows are cut), or leave such rows out"
+            f"`cold_start`: the longest prompt with its worked solution has {longest} tokens, `cold_start.max_length` "
+            f"is {limit}, and the model's context (max_position_embeddings) is {context}: set `cold_start.max_length` "
+            f"to at most {context} (longer rows are cut), or leave such rows out"
         )
+
+
+def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
+    """Whether the cold start cuts all rows to the context."""
+    limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
+    return context is None or (limit is not None and int(limit) <= context)
 
 
 def _whole(prompt: Any, solution: str) -> Any:
     return prompt + solution if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": solution}]
+
+
+def _check_completion(config: Any, context: int) -> None:
+    """A limit that no completion can reach is a slip of the pen, or meant for another model."""
+    from grpo_lab.trainer.settings.inputs import completion_limit
+
+    limit = completion_limit(config)
+    if limit is not None and limit >= context:
+        raise ValueError(
+            f"`max_completion_length` is {limit}, and the model's context (max_position_embeddings) is {context} "
+            "tokens, for prompt and completion together; lower it"
+        )
 
 
 def _prompts_are_made(recipe: Recipe, rows: Any) -> bool:

@@ -18,10 +18,10 @@ from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.files import write_json, write_json_lines, write_parquet
 from grpo_lab.evaluation.terminal import Terminal, duration
-from grpo_lab.pipelines.curation_filters import Curation
+from grpo_lab.pipelines.curation_filters import Asked, Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.stop_requests import StopRequests
@@ -48,21 +48,28 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         ValueError: a folder that is not a curation's, samples made with other settings, or a setting that does not fit.
         Interrupted: asked to stop; what was sampled is kept, and the same call goes on.
     """
-    check_folder(recipe)
+    asked = resolve(recipe, overwrite)
     new = overwrite or not (recipe.output_dir / MARKER).is_file()
     with (
         OneWriter(recipe.output_dir).take(),
         StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file) as stop,
     ):
         stop.heed_waiting(new)
-        return _curated(recipe, overwrite, stop)
+        return _curated(recipe, overwrite, stop, asked)
 
 
-def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests) -> Curated:
+def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> Asked:
+    """What the recipe names; nothing is written. ValueError for what would stop it; a dry run asks it, too."""
+    check_folder(recipe)
+    if not overwrite:
+        check_counts(recipe)
+    return Asked.by(recipe, here_only)
+
+
+def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests, asked: Asked) -> Curated:
     began = time.perf_counter()
     folder = claim(recipe, overwrite)
-    check_counts(recipe)
-    run = Curation(recipe, folder, stop)
+    run = Curation(recipe, folder, stop, asked)
     run.by_text()
     if recipe.model is not None:
         run.by_model(recipe.model.path or "")
@@ -81,6 +88,7 @@ def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests) -> Cur
 def check_folder(recipe: CurationRecipe) -> Path:
     """The output folder. ValueError for one that holds something else."""
     folder = recipe.output_dir
+    check_writable(folder)
     strangers = folder.is_dir() and not is_empty(folder) and not (folder / MARKER).is_file()
     if strangers:
         raise ValueError(

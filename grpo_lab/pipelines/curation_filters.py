@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,9 +20,10 @@ from grpo_lab.curation import (
     question_kind,
 )
 from grpo_lab.curation.balancing import is_missing
-from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.questions import Questions, check_model, questions
+from grpo_lab.pipelines.rows import load_rows, rows_here
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.stop_requests import StopRequests
 from grpo_lab.verifiers.correct import CORRECT_FROM
@@ -40,20 +42,42 @@ NO_THINKING = {"enable_thinking": False}
 CUT_WARNING = 0.05
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a curation begins with. None in the place of rows: in a dry run, on the hub and not here."""
+
+    questions: Questions
+    against: list[Any]
+
+    @classmethod
+    def by(cls, recipe: CurationRecipe, here_only: bool = False) -> Asked:
+        """ValueError for what cannot be loaded, judged, sampled or balanced."""
+        found = questions(recipe.data, recipe.reward, here_only=here_only)
+        if found.rows is not None:
+            _check_balance_column(recipe, found.rows.column_names)
+        load = rows_here if here_only else load_rows
+        rules = recipe.filters.contamination
+        sections = enumerate(rules.against if rules is not None else ())
+        against = [load(one, f"filters.contamination.against.{place}") for place, one in sections]
+        if recipe.model is not None:
+            check_model(found, recipe.model, recipe.sampling, here_only=here_only)
+        return cls(found, against)
+
+
 class Curation:
     """The rows on their way through the filters. Each step sees all rows and asks the model about those that are left."""
 
-    def __init__(self, recipe: CurationRecipe, folder: Path, stop: StopRequests | None = None) -> None:
+    def __init__(
+        self, recipe: CurationRecipe, folder: Path, stop: StopRequests | None = None, asked: Asked | None = None
+    ) -> None:
         self.recipe, self.folder, self.stop = recipe, folder, stop or StopRequests(folder)
-        loaded = parts.load_rows(recipe.data)
-        self.reward = parts.build_reward(recipe.reward, "reward")
-        parts.check_golds(loaded, [self.reward])
+        self.asked = asked or Asked.by(recipe)
+        loaded, self.reward = self.asked.questions.rows, self.asked.questions.reward
         self.notes: list[str] = []
         if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
             loaded = loaded.remove_columns(earlier)
             self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
         self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
-        check_balance_column(recipe, loaded.column_names)
         self.shown = "question" if "question" in loaded.column_names else "prompt"
         self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
         self.sampler: ModelSampler | None = None
@@ -76,7 +100,7 @@ class Curation:
             self.selection.keep("duplicates", found.keep, setting=rule, reasons=[of.get(i) for i in range(len(texts))])
         if filters.contamination is not None:
             rules = filters.contamination
-            against = [text for place, section in enumerate(rules.against) for text in self._questions(section, place)]
+            against = [text for rows in self.asked.against for text in _questions(rows)]
             hits = find_contamination(texts, against, ngram=rules.ngram, similarity=rules.similarity)
             self.selection.keep(
                 "evaluation sets",
@@ -84,10 +108,6 @@ class Curation:
                 setting=f"{len(against):,} items; {rules.ngram}-grams, similarity ≥ {rules.similarity:g}",
                 reasons=[None if hit is None else f"item {hit.item}, {hit.reason}: {hit.evidence}" for hit in hits],
             )
-
-    def _questions(self, section: Any, place: int) -> list[str]:
-        rows = parts.load_rows(section, f"filters.contamination.against.{place}")
-        return [text_of(row) for row in rows["question" if "question" in rows.column_names else "prompt"]]
 
     # -- filters that ask the model --------------------------------------------------------------------------------------
 
@@ -235,7 +255,11 @@ class Curation:
         self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in range(len(self.rows))])
 
 
-def check_balance_column(recipe: CurationRecipe, columns: Sequence[str]) -> None:
+def _questions(rows: Any) -> list[str]:
+    return [text_of(row) for row in rows["question" if "question" in rows.column_names else "prompt"]]
+
+
+def _check_balance_column(recipe: CurationRecipe, columns: Sequence[str]) -> None:
     """ValueError where `filters.balance.by` is neither a column of the rows nor a score."""
     by = None if recipe.filters.balance is None else recipe.filters.balance.by
     if by is not None and by not in (*columns, *SCORES):

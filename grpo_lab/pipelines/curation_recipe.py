@@ -13,7 +13,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 
 from grpo_lab.curation.kinds import KINDS
-from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, with_name
+from grpo_lab.pipelines.recipe import (
+    STRICT_ACCURACY,
+    DataSection,
+    ModelSection,
+    RewardSection,
+    check_command,
+    with_name,
+)
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.reading import NULL_IS_DEFAULT, Count, Hours, Number, Positive, must_be, read, settings
@@ -134,4 +141,5 @@ def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curati
 
     Raises: ValueError for an unknown or misspelt key (with the nearest match) or a missing section.
     """
+    check_command(written, "curate")
     return read(CurationRecipe, with_name(written, default_name))

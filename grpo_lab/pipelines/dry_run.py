@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.context_room import check_room
-from grpo_lab.pipelines.early_checks import check_columns
 from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
-from grpo_lab.pipelines.one_writer import is_empty
+from grpo_lab.pipelines.in_words import count_of, settings_in_words, show, told
+from grpo_lab.pipelines.job import Job
+from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
-from grpo_lab.pipelines.rows_here import may_be_elsewhere, rows_here
 from grpo_lab.rewards.schedules import weight_in_words
-
-log = logging.getLogger(__name__)
+from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.settings.algorithm import algorithm_from
+from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 #: What only the machine of the run can have: number formats of a GPU, engines, sharding, kernels.
 OF_THE_MACHINE: dict[str, Any] = {
@@ -38,38 +33,34 @@ NOT_BUILT: dict[str, Any] = {
 
 
 def dry_run(recipe: Recipe, console: Terminal | None = None) -> dict[str, str]:
-    """Print the plan of ``recipe`` as a table and return it. Loads rows and (local) configs, trains nothing.
+    """Print the plan of ``recipe`` as a table and return it."""
+    facts = plan_of_training(recipe)
+    show(recipe.name, facts, console)
+    return facts
+
+
+def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
+    """What `grpo-lab train` will do, in words. Loads rows and (local) configs, trains nothing.
 
     Raises:
         ValueError: whatever ``train`` would refuse, as far as it can be known here.
     """
-    facts = describe(recipe)
-    table = Table(
-        title=f"{recipe.name}: what will happen", box=box.SIMPLE_HEAD, show_header=False, title_justify="left"
-    )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name, Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
-    (console or Terminal()).print(table)
-    return facts
-
-
-def describe(recipe: Recipe) -> dict[str, str]:
-    """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
-    from grpo_lab.trainer.named_parts import with_class_parts
-    from grpo_lab.trainer.settings.algorithm import algorithm_from
-
     recipe = parts.numbers_read(recipe)
-    config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, _config(recipe))
+    return describe(Job.resolve(recipe, _config(recipe), overwrite, resume, here_only=True))
+
+
+def describe(job: Job) -> dict[str, str]:
+    """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
+    recipe = job.recipe
+    config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, job.config)
     algorithm = algorithm_from(config, config.lab_settings).with_hooks(parts.trainer_class(recipe))
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     facts = {
         "model": recipe.model.name,
         "parameters": _parameters(recipe),
-        "rows": _rows(recipe.data),
+        "rows": count_of(job.rows, recipe.data),
         "prompt template": recipe.data.template,
-        "rewards": _rewards(recipe, config),
+        "rewards": _rewards(job, config),
         "trainer": recipe.trainer,
         "algorithm": algorithm.describe(),
         "source": _source(algorithm.names.get("objective", "")),
@@ -80,36 +71,29 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "dropout": _dropout(recipe, config),
         "learning rate": f"{config.learning_rate:g} ({_value(config.lr_scheduler_type)}), {_value(config.optim)}",
         "processes": str(config.world_size),
-        "output folder": f"{recipe.output_dir}{_taken(recipe.output_dir)}",
+        "output folder": str(recipe.output_dir),
     }
-    facts |= _around(recipe)
-    rows = rows_here(recipe.data, "data")
-    if rows is not None:
-        facts["first prompt"] = first_prompt(recipe, rows)
-    room = check_room(recipe, config, rows, here_only=True)
-    if room is not None:
-        facts["context"] = room
-    facts["checked"] = _checked(recipe)
+    facts |= _around(job)
+    if job.rows is not None:
+        facts["first prompt"] = first_prompt(recipe, job.rows)
+    if job.room is not None:
+        facts["context"] = job.room
+    facts["checked"] = _checked(job)
     return facts
 
 
-def _rewards(recipe: Recipe, config: Any) -> str:
+def _rewards(job: Job, config: Any) -> str:
     """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
-    from grpo_lab.trainer.named_parts import with_declared_rewards
-    from grpo_lab.trainer.trl_bridge.rewards import reward_name
-
-    given = [parts.build_reward(section) for section in recipe.rewards]
+    recipe, given = job.recipe, job.rewards
     if recipe.environment_factory is not None:
         rewards = given  # what an environment owns counts as given, and is known when it is built
     else:
         rewards, config = with_declared_rewards(parts.trainer_class(recipe), given, config)
     names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[len(given) :]]
     weights = config.reward_weights or [1.0] * len(rewards)
-    if len(weights) != len(rewards):
-        raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
     scheduled = config.lab_settings.reward_schedules
     told = []
-    for name, reward, weight in zip(names, rewards, weights, strict=True):
+    for name, reward, weight in zip(names, rewards, weights, strict=False):  # more, where an environment owns some
         schedule = scheduled.get(reward_name(reward))
         told.append(f"{name} × {weight_in_words(reward, weight) if schedule is None else schedule.in_words()}")
     told[len(given) :] = [f"{one} (added by {recipe.trainer})" for one in told[len(given) :]]
@@ -137,25 +121,17 @@ def _tokens(completions: int, limit: int | None) -> str:
     return "as many as the model writes" if limit is None else f"at most {completions * limit:,} generated"
 
 
-def _taken(folder: Path) -> str:
-    """A folder that is not empty needs a word on the command line."""
-    return " (not empty: give --resume or --overwrite)" if folder.is_dir() and not is_empty(folder) else ""
-
-
-def _around(recipe: Recipe) -> dict[str, str]:
+def _around(job: Job) -> dict[str, str]:
     """What the recipe says beside the training itself."""
-    facts = {}
+    recipe, facts = job.recipe, {}
     if recipe.cold_start is not None:
-        from grpo_lab.trainer.supervised.cold_start import check_cold_start
-
-        check_cold_start(dict(recipe.cold_start.arguments))
-        facts["cold start"] = f"{_rows(recipe.cold_start.data, 'cold_start.data')}; {dict(recipe.cold_start.arguments)}"
+        section = recipe.cold_start
+        facts["cold start"] = f"{count_of(job.cold_rows, section.data)}; {settings_in_words(section.arguments)}"
     if recipe.eval_dataset is not None:
-        facts["evaluated on the way"] = _rows(recipe.eval_dataset, "eval_dataset")
+        facts["evaluated on the way"] = count_of(job.eval_rows, recipe.eval_dataset)
     if recipe.evaluation is not None:
-        parts.build_reward(recipe.evaluation.reward, "evaluation.reward")
-        judged = f"judged by {recipe.evaluation.reward.name}"
-        facts["evaluation"] = f"{_rows(recipe.evaluation.data, 'evaluation.data')}, {judged}"
+        counted = count_of(job.held_out, recipe.evaluation.data)
+        facts["evaluation"] = f"{counted}, judged by {told(recipe.evaluation.reward)}"
     for name, sections in (("callbacks", recipe.callbacks), ("tools", recipe.tools)):
         if sections:
             facts[name] = ", ".join(section.name for section in sections)
@@ -168,28 +144,19 @@ def _around(recipe: Recipe) -> dict[str, str]:
 
 def _config(recipe: Recipe, **more: Any) -> Any:
     """``LabConfig`` without what only the machine of the run can have."""
-    asked = recipe.arguments
-    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
-        if asked.get(one) and asked.get(other):
-            raise ValueError(f"`{one}` and `{other}` are both true; at most one of them can be")
     return parts.lab_config(recipe, **OF_THE_MACHINE, **more)
 
 
-def _checked(recipe: Recipe) -> str:
-    """Build every part and, around a small stand-in model, the trainer itself: its own checks speak here."""
-    rewards = [parts.build_reward(section) for section in recipe.rewards]
-    of_trainer = parts.trainer_parts(recipe)
-    rows = rows_here(recipe.data, "data")
-    eval_rows = None if recipe.eval_dataset is None else rows_here(recipe.eval_dataset, "eval_dataset")
-    parts.check_golds(rows, rewards) if rows is not None else None
-    if rows is None or (recipe.eval_dataset is not None and eval_rows is None):
+def _checked(job: Job) -> str:
+    """Build the trainer around a small stand-in model: its own checks speak here."""
+    recipe = job.recipe
+    if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
-    check_columns(recipe, rows, rewards)
     model = _stand_in(recipe)
     if model.tokenizer is None and not recipe.model.tiny and (recipe.tools or recipe.environment_factory):
         return "rewards, parts, rows and settings; not the trainer: tools need the model's chat template, not here"
     with tempfile.TemporaryDirectory() as folder:
-        _build_trainer(recipe, model, rewards, rows, eval_rows, of_trainer, folder)
+        _build_trainer(job, model, folder)
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
 
 
@@ -201,15 +168,8 @@ def _stand_in(recipe: Recipe) -> ModelSection:
     return dataclasses.replace(recipe.model, path=None, tokenizer=own_tokenizer(recipe.model), tiny=tiny)
 
 
-def _build_trainer(
-    recipe: Recipe,
-    section: ModelSection,
-    rewards: list[Any],
-    rows: Any,
-    eval_rows: Any,
-    given: dict[str, Any],
-    folder: str,
-) -> None:
+def _build_trainer(job: Job, section: ModelSection, folder: str) -> None:
+    recipe, given = job.recipe, job.of_trainer
     model, tokenizer = parts.load_model(section, seed=0)
     model.save_pretrained(folder)  # the reference model is loaded from a folder
     tokenizer.save_pretrained(folder)
@@ -217,10 +177,10 @@ def _build_trainer(
         given = {**given, "peft_config": None}  # its target modules are the real model's
     parts.trainer_class(recipe)(
         model=folder,
-        reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in rewards] or None,
+        reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in job.rewards] or None,
         args=_config(recipe, **NOT_BUILT, output_dir=folder),
-        train_dataset=rows,
-        eval_dataset=eval_rows,
+        train_dataset=job.rows,
+        eval_dataset=job.eval_rows,
         processing_class=tokenizer,  # a vision model's would be looked for with its images' part
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -236,16 +196,6 @@ def _scorer(name: str) -> Any:
     return score
 
 
-def _rows(section: Any, where: str = "data") -> str:
-    try:
-        count = f"{len(parts.load_rows(section, where)):,}"
-    except (ValueError, OSError) as error:
-        if not may_be_elsewhere(section, error):
-            raise
-        count = f"not loaded here ({str(error).splitlines()[0][:100]})"
-    return f"{count} from {section.loader} {dict(section.arguments)}"
-
-
 def _parameters(recipe: Recipe) -> str:
     """Counted without allocating weights, from the config; a hub model that is not here is not counted."""
     import torch
@@ -253,7 +203,7 @@ def _parameters(recipe: Recipe) -> str:
     section = recipe.model
     if section.tiny is not None:
         model, _ = parts.load_model(section, seed=0)
-    elif section.path is not None and parts.is_local(section.path):
+    elif section.path is not None and is_local(section.path):
         if (Path(section.path) / "adapter_config.json").is_file():
             return f"not counted: {section.path!r} is an adapter"
         with torch.device("meta"), parts.loading(section.path):
@@ -261,8 +211,6 @@ def _parameters(recipe: Recipe) -> str:
             model = kind.from_config(config)
         parts.load_tokenizer(section)
         _check_lora(section, model)
-    elif section.path is not None and parts.looks_local(section.path):
-        raise ValueError(f"`model.path` is {section.path!r}: no such folder")
     else:
         return f"not counted: {section.path!r} is a hub name and is loaded when training starts"
     return f"{sum(p.numel() for p in model.parameters()):,}"

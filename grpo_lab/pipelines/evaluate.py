@@ -16,10 +16,9 @@ from typing import Any
 
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
-from grpo_lab.pipelines.loader_arguments import every_argument, loader_arguments, loader_signature
-from grpo_lab.pipelines.parts import MADE, READ
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
+from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.reading import read
 from grpo_lab.visible import visible
 
@@ -59,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("model", help="folder or hub name")
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--data", help=f"{', '.join(READ)} or {', '.join(MADE)} (or give --like)", **given)
+    rows.add_argument(
+        "--data", help=f"{', '.join(READ)} or {', '.join(MADE)}, or module:attribute (or give --like)", **given
+    )
     rows.add_argument(
         "--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed"
     )
@@ -175,7 +176,9 @@ def plan_of(known: argparse.Namespace) -> Plan:
         judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
         reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
         plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
-        written = {"loader": said["data"], "split": "test"}
+        written = {"loader": said["data"]}
+        if "split" in loader_signature(said["data"], "--data").parameters:
+            written["split"] = "test"
         if said["data"] in MADE:
             written["n"] = said.get("limit", WORD_PROBLEMS)
     written = {**written, **rows, **{name: said[name] for name in ("template", "limit") if name in said}}
@@ -199,9 +202,11 @@ def _judged(section: EvaluationSection, mode: str) -> EvaluationSection:
 
 def with_every_argument(section: DataSection) -> DataSection:
     """``section`` with its loader's defaults written out. ValueError for arguments that the loader does not take."""
-    allowed = [name for name in loader_signature(section.loader, "--data").parameters if name != "template"]
+    parameters = loader_signature(section.loader, "--data").parameters
+    allowed = [name for name in parameters if name != "template"]
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name in section.arguments:
-        if name not in allowed:
+        if name not in allowed and not anything:
             option = f"--{name}" if name in _ROWS else f"--data.{name}"
             raise ValueError(f"{option}: the loader {section.loader!r} takes {', '.join(allowed)}")
     return replace(section, arguments=every_argument(section))

@@ -1,11 +1,18 @@
-"""A recipe's settings as a reader wants them told in a report."""
+"""A recipe's settings as a reader wants them told, in a report and in a dry run's plan."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
+from grpo_lab.pipelines.rows import MADE
 from grpo_lab.rewards.schedules import Schedule
 
 
@@ -25,6 +32,29 @@ def told(settings: Any) -> str:
         pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
         return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
     return str(settings)
+
+
+def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
+    """The plan of a dry run as a table."""
+    table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for fact, value in facts.items():
+        table.add_row(Text(fact), Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
+    (console or Terminal()).print(table)
+
+
+def count_of(rows: Any, section: DataSection) -> str:
+    """How many rows there are, and where from. Of made ones the recipe says how many, whatever was made of them."""
+    count = None if rows is None else len(rows)
+    if section.loader in MADE and isinstance(section.arguments.get("n"), int):
+        count = min(section.arguments["n"], section.limit or section.arguments["n"])
+    return f"{'not loaded here' if count is None else f'{count:,}'} from {told(section)}"
+
+
+def settings_in_words(training: Mapping[str, Any]) -> str:
+    """Those of a trainer of TRL's."""
+    return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
 
 
 def section_of(name: str, reward: Any, weight: float) -> RewardSection:

@@ -25,12 +25,15 @@ from grpo_lab.evaluation import EvaluationResult, write_report
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.early_checks import check_trackers
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.model_files import model_files
-from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
+from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.run_folder import read_marker, write_run
+from grpo_lab.pipelines.same_run import rows_fingerprint
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
@@ -62,33 +65,51 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         Interrupted: asked to stop; what is done is kept, and the same call goes on.
     """
     began = time.perf_counter()
-    if recipe.method != "merge":
-        check_training(recipe.method, dict(recipe.training))
-    else:
-        check_mergeable(str(recipe.model.path), str(recipe.short_model))
-    check_folder(recipe, overwrite)
+    asked = resolve(recipe, overwrite)
     new = overwrite or not (recipe.output_dir / "run.json").is_file()
     with (
         OneWriter(recipe.output_dir).take(),
         StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file) as stop,
     ):
         stop.heed_waiting(new)
-        return _shortened(recipe, overwrite, began, stop)
+        return _shortened(recipe, overwrite, began, stop, asked)
 
 
-def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float, stop: StopRequests) -> Shortened:
-    path, done = str(recipe.model.path), _done_before(recipe, overwrite)
-    folder = _claim(recipe, overwrite)
-    parts.check_evaluation(recipe.evaluation)
+def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) -> Questions:
+    """What the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it, too."""
+    check_folder(recipe, overwrite)
+    if recipe.method == "merge":
+        check_mergeable(str(recipe.model.path), str(recipe.short_model))
+    else:
+        settings = check_training(recipe.method, recipe.training)
+        check_trackers(settings.get("report_to"), "training.report_to")
+        file = samples_file(recipe)
+        check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
+        if recipe.samples is not None or not overwrite:
+            instead = "remove it, or name another with `--samples`"
+            refuse_other_count(file, recipe.sampling.n_samples, "n_samples", instead)
+    found = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
+    check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
+    return found
+
+
+def _shortened(
+    recipe: Long2ShortRecipe, overwrite: bool, began: float, stop: StopRequests, asked: Questions
+) -> Shortened:
+    digest = None if asked.rows is None else rows_fingerprint(asked.rows)
+    path, done = str(recipe.model.path), _done_before(recipe, overwrite, digest)
+    folder = _claim(recipe, overwrite, digest)
     wanted = recipe.evaluation is not None and recipe.evaluation.before
     before = (done["before"] or _measure(recipe, path, folder / "evaluation" / "before")) if wanted else None
     count = done["trained"]
     if count is None:
         with stop.held():
-            count = _made(recipe, path, folder, stop)
-            write_run(folder, {**_summary(recipe, count), "trained": True, "finished": False})
+            count = _made(recipe, path, folder, stop, asked)
+            write_run(folder, {**_summary(recipe, count, digest), "trained": True, "finished": False})
     after = _measure(recipe, str(folder), folder / "evaluation" / "after")
-    write_run(folder, {**_summary(recipe, count), "seconds": round(time.perf_counter() - began, 1), "finished": True})
+    write_run(
+        folder, {**_summary(recipe, count, digest), "seconds": round(time.perf_counter() - began, 1), "finished": True}
+    )
     for name, result in (("before", before), ("after", after)):
         if result is not None:
             console.print(f"{name}: {length_line(result)}")
@@ -96,27 +117,34 @@ def _shortened(recipe: Long2ShortRecipe, overwrite: bool, began: float, stop: St
     return Shortened(folder, count, before, after)
 
 
-def _made(recipe: Long2ShortRecipe, path: str, folder: Path, stop: StopRequests) -> int:
+def _made(recipe: Long2ShortRecipe, path: str, folder: Path, stop: StopRequests, asked: Questions) -> int:
     """The new model in ``folder``; the number of rows that it was trained on."""
     if recipe.method == "merge":
         _merge(recipe, path, folder)
         return 0
-    rows = build_rows(recipe, _samples(recipe, path, stop))
+    rows = build_rows(recipe, _samples(recipe, path, stop, asked))
     write_json_lines(folder / "rows.jsonl", [encodable(row) for row in rows])
     _train(recipe, rows, folder, stop)
     return len(rows)
 
 
-def _done_before(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
+def _done_before(recipe: Long2ShortRecipe, overwrite: bool, digest: Any) -> dict[str, Any]:
     """What an earlier run of this very recipe left whole: the first evaluation; the rows that its model was trained on."""
-    found = {} if overwrite else read_marker(recipe.output_dir / "run.json")
+    found = _same(recipe, overwrite, digest)
     nothing: dict[str, Any] = {"before": None, "trained": None}
-    if found.get("fingerprint") != fingerprint(recipe):
+    if not found:
         return nothing
     place = recipe.output_dir / "evaluation" / "before"
     before = EvaluationResult.read(place) if (place / "summary.json").is_file() else None
     whole = before is not None and before.stopped is None
     return {"before": before if whole else None, "trained": found.get("rows") if found.get("trained") else None}
+
+
+def _same(recipe: Long2ShortRecipe, overwrite: bool, digest: Any) -> dict[str, Any]:
+    """What marks the folder, where it is of this very recipe on these very rows; else empty."""
+    found = {} if overwrite else read_marker(recipe.output_dir / "run.json")
+    same = found.get("fingerprint") == fingerprint(recipe) and found.get("data_digest", digest) == digest
+    return found if same else {}
 
 
 def fingerprint(recipe: Long2ShortRecipe) -> str:
@@ -160,6 +188,7 @@ def length_line(result: EvaluationResult) -> str:
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     """The output folder. ValueError for one that holds something else, or a finished run without ``overwrite``."""
     folder = recipe.output_dir
+    check_writable(folder)
     if folder.is_dir() and not is_empty(folder) and not overwrite:
         found = read_marker(folder / "run.json")
         if found.get("pipeline") != "long2short":
@@ -169,17 +198,16 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
     return folder
 
 
-def _claim(recipe: Long2ShortRecipe, overwrite: bool) -> Path:
+def _claim(recipe: Long2ShortRecipe, overwrite: bool, digest: Any = None) -> Path:
     folder = check_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite and read_marker(folder / "run.json").get("pipeline") == "long2short":
         (folder / OWN_SAMPLES).unlink(missing_ok=True)
         if recipe.samples is not None and Path(recipe.samples).is_file():
             console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
-    found = {} if overwrite else read_marker(folder / "run.json")
-    trained = found.get("fingerprint") == fingerprint(recipe) and found.get("trained")
-    kept = {"rows": found["rows"], "trained": True} if trained else {}
-    write_run(folder, {**_summary(recipe, 0), **kept, "finished": False})
+    found = _same(recipe, overwrite, digest)
+    kept = {"rows": found["rows"], "trained": True} if found.get("trained") else {}
+    write_run(folder, {**_summary(recipe, 0, digest), **kept, "finished": False})
     return folder
 
 
@@ -188,21 +216,15 @@ def samples_file(recipe: Long2ShortRecipe) -> Path:
     return Path(recipe.samples or recipe.output_dir / OWN_SAMPLES)
 
 
-def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests) -> list[Sampled]:
-    assert recipe.data is not None
-    reward = parts.build_reward(recipe.reward, "reward")
-    loaded = parts.load_rows(recipe.data)
-    parts.check_golds(loaded, [reward])
-    file = samples_file(recipe)
-    refuse_other_count(file, recipe.sampling.n_samples, "n_samples", "remove it, or name another with `--samples`")
+def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests, asked: Questions) -> list[Sampled]:
     sampler = ModelSampler(path, recipe.sampling)
-    problems = with_room([dict(row) for row in loaded], sampler)
+    problems = with_room([dict(row) for row in asked.rows], sampler)
     rates = pass_rates(
         problems,
         stop.before_each(sampler.written),
-        reward,
+        asked.reward,
         recipe.sampling.n_samples,
-        path=file,
+        path=samples_file(recipe),
         settings={**sampler.identity(), "reward": told(recipe.reward)},
         batch_size=recipe.sampling.problems_per_save,
         label="samples",
@@ -257,7 +279,7 @@ def _measure(recipe: Long2ShortRecipe, path: str, target: Path) -> EvaluationRes
     )
 
 
-def _summary(recipe: Long2ShortRecipe, rows: int) -> dict[str, Any]:
+def _summary(recipe: Long2ShortRecipe, rows: int, digest: Any) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "pipeline": "long2short",
@@ -266,6 +288,7 @@ def _summary(recipe: Long2ShortRecipe, rows: int) -> dict[str, Any]:
         "short_model": recipe.short_model,
         "data": told(recipe.data),
         "rows": rows,
+        "data_digest": digest,
         "fingerprint": fingerprint(recipe),
         "sampling": told(recipe.sampling),
         "training": dict(recipe.training),

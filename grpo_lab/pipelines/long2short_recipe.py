@@ -16,6 +16,7 @@ from grpo_lab.pipelines.recipe import (
     EvaluationSection,
     ModelSection,
     RewardSection,
+    check_command,
     with_name,
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
@@ -82,4 +83,5 @@ def read_long2short_recipe(path: str | Path, overrides: Mapping[str, Any] | None
 
 def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:
     """A recipe from a plain mapping. ValueError for an unknown key or a missing section."""
+    check_command(written, "long2short")
     return read(Long2ShortRecipe, {"n_samples": 8, **with_name(written, default_name)})

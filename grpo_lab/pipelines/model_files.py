@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+MODEL_FILES = ("config.json", "adapter_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
 _SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -20,6 +21,29 @@ _SETTINGS = (
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
 _CHUNK = 1 << 22  # bytes
+
+
+def is_local(path: str | None) -> bool:
+    """Whether a model or data set is a folder here rather than a hub name."""
+    return bool(path) and Path(str(path)).is_dir()
+
+
+def looks_local(path: str) -> bool:
+    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def check_place(path: str, where: str = "model.path") -> str:
+    """``path`` of a saved model or a hub name, looked at where it is local.
+
+    ValueError for a folder that is not there, or holds no model.
+    """
+    if not is_local(path):
+        if not path or looks_local(path):
+            raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")
+    elif not any((Path(path) / name).is_file() for name in MODEL_FILES):
+        raise ValueError(f"`{where}` is {path!r}: the folder holds no model (neither {' nor '.join(MODEL_FILES)})")
+    return path
 
 
 def model_files(model: str) -> dict[str, str]:

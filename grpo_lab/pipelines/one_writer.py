@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -77,9 +78,24 @@ class OneWriter:
             return False
 
 
+def check_writable(folder: Path, setting: str = "output_dir") -> None:
+    """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    why = "" if there.is_dir() else "that is no folder"
+    try:
+        if not why:
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # to be mended, and then the same command goes on
+            raise
+        why = f"nothing may be written there ({error.strerror})"
+    if why:
+        raise ValueError(f"`{setting}` {str(folder)!r} cannot be written: {there}: {why}; choose another")
+
+
 def is_empty(folder: Path) -> bool:
     """Whether nothing but the lock is in it."""
     return all(entry.name == LOCK for entry in folder.iterdir())
 
 
-__all__ = ["LOCK", "OneWriter", "is_empty"]
+__all__ = ["LOCK", "OneWriter", "check_writable", "is_empty"]

@@ -7,23 +7,23 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.nearest import refuse_unknown, refuse_unknown_arguments
+from grpo_lab.nearest import one_of, refuse_misfit, refuse_unknown, refuse_unknown_arguments
+from grpo_lab.pipelines.model_files import is_local, looks_local
 from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
-from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, ModelSection, PartSection, Recipe, RewardSection
+from grpo_lab.pipelines.recipe import (
+    ModelSection,
+    PartSection,
+    Recipe,
+    RewardSection,
+)
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.reading import hints_of, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READ = {"file": "accuracy", "gsm8k": "accuracy", "math": "accuracy", "humaneval": "code", "mbpp": "code"}
-MADE = {"word_problems": "accuracy", "coding_tasks": "code", "proofs": "proof"}
-MADE |= {"countdown": "countdown", "sorting": "sorting"}
-"""Loaders that read their rows, and that make them → the reward that judges them."""
-LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
 REWARDS = {
     "accuracy": "AccuracyReward",
     "boxed": "BoxedReward",
@@ -44,21 +44,6 @@ SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``
 MAX_UNPARSEABLE_GOLDS = 0.01
 
 
-def load_rows(section: DataSection, where: str = "data") -> Dataset:
-    """The rows that ``section`` describes. Raises ``ValueError`` naming the setting."""
-    if section.loader not in LOADERS:
-        raise ValueError(f"`{where}.loader` is {section.loader!r}; it must be one of {sorted(LOADERS)}")
-    load = getattr(import_module("grpo_lab.data"), LOADERS[section.loader])
-    refuse_unknown_arguments(load, section.arguments, f"`{where}` (loader {section.loader!r})")
-    try:
-        rows = load(**typed(section.arguments, load, where), template=section.template)
-    except TypeError as error:
-        raise ValueError(f"`{where}` does not fit the loader {section.loader!r}: {error}") from error
-    if section.limit is not None:
-        rows = rows.select(range(min(section.limit, len(rows))))
-    return rows
-
-
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model.
 
@@ -69,18 +54,18 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     elif section.name in SHAPING:
         from grpo_lab.trainer.trl_bridge import rewards as trl_rewards
 
-        return _built(trl_rewards.SHAPING[section.name], section, where)
+        return _built(trl_rewards.shaping(section.name), section, where)
     elif ":" in section.name:
         kind = load_named(section.name, where)
     elif "/" in section.name or is_local(section.name):
         return _reward_model(section, where)
     else:
         raise ValueError(
-            f"`{where}`: unknown reward {section.name!r}; known: {sorted([*REWARDS, *SHAPING])}, 'module:attribute', or "
-            "a reward model: a folder here or a hub name 'owner/name'"
+            f"`{where}`: unknown reward {section.name!r}{one_of(section.name, sorted([*REWARDS, *SHAPING]))}, "
+            "'module:attribute', or a reward model: a folder here or a hub name 'owner/name'"
         )
     if not isinstance(kind, type):
-        refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
+        refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
 
@@ -102,12 +87,12 @@ def _reward_model(section: RewardSection, where: str) -> str:
     return name
 
 
-def _built(kind: Any, section: RewardSection | PartSection, where: str) -> Any:
-    refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}")
+def _built(kind: Any, section: RewardSection, where: str) -> Any:
+    refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
     try:
         return kind(**typed(section.arguments, kind, where))
-    except TypeError as error:
-        raise ValueError(f"`{where}`: {section.name!r} does not take these arguments: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{where}`: {section.name!r}: {error}") from error
 
 
 def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
@@ -124,13 +109,6 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
         if report.share_unusable > limit:
             many = f"more than {limit:.0%} of its gold answers"
             raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")
-
-
-def check_evaluation(section: EvaluationSection | None) -> None:
-    """What is wrong with the held-out rows or their reward is said now, and not when the training is over."""
-    if section is not None:
-        load_rows(section.data, "evaluation.data")
-        build_reward(section.reward, "evaluation.reward")
 
 
 def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
@@ -168,13 +146,18 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """What transformers raises for a model that is not there, as the user's mistake that it is (``ValueError``)."""
+    """What is raised for a model that is not there, or whose files are broken, as a ``ValueError`` of one line."""
     try:
         yield
-    except OSError as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers' and those of its readers in Rust, which have no common class
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_local(model):
+            raise ValueError(f"{model!r} cannot be loaded: {said}") from error
         raise ValueError(
-            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives "
-            f"({str(error).splitlines()[0]}). Without network, name a local folder"
+            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives ({said}). Without "
+            "network, name a local folder"
         ) from error
 
 
@@ -211,7 +194,11 @@ def build_part(section: PartSection, where: str) -> Any:
         if section.arguments:
             raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
         return found
-    return _built(found, section, where)
+    refuse_misfit(found, section.arguments, f"`{where}`: {section.name!r}")
+    try:
+        return found(**typed(section.arguments, found, where))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{where}`: {section.name!r}: {error}") from error
 
 
 def trainer_parts(recipe: Recipe) -> dict[str, Any]:
@@ -221,15 +208,25 @@ def trainer_parts(recipe: Recipe) -> dict[str, Any]:
         if tool.arguments:
             raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
     found: dict[str, Any] = {
-        "callbacks": [build_part(section, "callbacks") for section in recipe.callbacks],
+        "callbacks": [_callback(section) for section in recipe.callbacks],
         "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
         "environment_factory": None,
         "peft_config": lora_config(recipe.model),
     }
     if environment is not None:
         factory = load_named(environment.name, "environment_factory")
+        refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
         given = typed(environment.arguments, factory, "environment_factory")
         found["environment_factory"] = functools.partial(factory, **given) if given else factory
+    return found
+
+
+def _callback(section: PartSection) -> Any:
+    from transformers import TrainerCallback
+
+    found = build_part(section, "callbacks")
+    if not isinstance(found, TrainerCallback):
+        raise ValueError(f"`callbacks`: {section.name!r} is a {type(found).__name__}; it must be a TrainerCallback")
     return found
 
 
@@ -241,7 +238,11 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
     """
     from grpo_lab import LabConfig
 
-    settings = {"output_dir": str(recipe.output_dir), "report_to": "none", **numbers_read(recipe).arguments, **more}
+    asked = numbers_read(recipe).arguments
+    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if asked.get(one) and asked.get(other):
+            raise ValueError(f"`{one}` and `{other}` are both true; at most one of them can be")
+    settings = {"report_to": "none", **asked, "output_dir": str(recipe.output_dir), **more}
     if recipe.rewards:
         weights = [reward.weight for reward in recipe.rewards]
         beside = settings.setdefault("reward_weights", weights)
@@ -258,12 +259,15 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
     from grpo_lab import LabConfig
+    from grpo_lab.trainer.settings.gone import GONE
     from grpo_lab.trainer.settings.knobs import kinds_of
     from grpo_lab.trainer.settings.parse import LabSettings
 
+    known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}
+    refuse_unknown(recipe.arguments, known, "the recipe", GONE)
     arguments = typed(recipe.arguments, LabConfig)
     for name in set(arguments) & set(hints_of(LabConfig)):
-        if arguments[name] is True and name in (*LabSettings.__dataclass_fields__, "output_dir"):
+        if arguments[name] is True and name in LabSettings.__dataclass_fields__:
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
     working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
     for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
@@ -282,13 +286,3 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
         )
     if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
         raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
-
-
-def is_local(path: str | None) -> bool:
-    """Whether a model or data set is a folder here rather than a hub name."""
-    return path is not None and Path(path).is_dir()
-
-
-def looks_local(path: str) -> bool:
-    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1

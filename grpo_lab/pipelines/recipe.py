@@ -180,12 +180,37 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return recipe_from(written, default_name=Path(path).stem)
 
 
+TELLING = {
+    "rewards": "train",
+    "filters": "curate",
+    "rounds": "rounds",
+    "short_model": "long2short",
+    **dict.fromkeys(("rft", "online_rft", "expert_iteration"), "rounds"),
+    **dict.fromkeys(("shortest_sft", "merge"), "long2short"),
+}
+"""Sections, and values of ``method``, that one command alone has."""
+
+
+def check_command(written: Mapping[str, Any], command: str) -> None:
+    """ValueError for a recipe of another command, and for an output folder without a name."""
+    for key in (*written, written.get("method")):
+        other = TELLING.get(str(key), command)
+        if other != command:
+            said = f"`method: {key}`" if key == written.get("method") else f"`{key}`"
+            raise ValueError(
+                f"this is a recipe of `grpo-lab {other}`, since it has {said}; `grpo-lab {command}` takes another"
+            )
+    if "output_dir" in written and written["output_dir"] in (None, ""):
+        raise ValueError("`output_dir` is empty; name a folder, or leave it out")
+
+
 def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:
     """``written`` with a name, and an output folder by that name where it says none."""
     name = written.get("name", default_name)
-    return {**written, "name": name, "output_dir": written.get("output_dir") or f"runs/{name}"}
+    return {"output_dir": f"runs/{name}", **written, "name": name}
 
 
 def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe:
     """A recipe from a plain mapping; see ``read_recipe``."""
+    check_command(written, "train")
     return read(Recipe, {"name": default_name, **written})

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from grpo_lab.pipelines.strict_yaml import parsed
 
 #: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
 NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
 LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-3`` is a number, as in YAML 1.2; YAML 1.1 wants ``1.0e-3`` and takes the rest as text."""
-
-
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"), list("-+0123456789.")
-)
 
 
 def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -28,7 +18,10 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
-    written = _parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
+    try:
+        written = parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {str(path)!r} is no text in UTF-8: {error}") from error
     if not isinstance(written, dict):
         raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
@@ -83,12 +76,5 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
                 raise ValueError(f"`--{key}` has no value; give one, `--{key} VALUE` (a switch: true or false)")
             else:
                 value = "true"
-        found[key.replace("-", "_") if "." not in key else key] = _parsed(value, f"`--{key}` {value!r}")
+        found[key.replace("-", "_") if "." not in key else key] = parsed(value, f"`--{key}` {value!r}")
     return found
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=RecipeLoader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what} is no YAML: {error}") from error

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import PartialState
 from rich.console import Console
 
@@ -18,6 +17,7 @@ from grpo_lab.checkpoints import SAVING, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
+from grpo_lab.pipelines.strict_yaml import parsed
 from grpo_lab.trainer.resume.checkpoint import newest_read
 from grpo_lab.trainer.resume.due_evaluation import FILE as EVALUATION_DUE
 
@@ -80,8 +80,8 @@ def as_written(recipe: Recipe) -> dict[str, Any]:
 def differences(folder: Path, recipe: Recipe) -> list[Difference] | None:
     """What differs between the run in ``folder`` and ``recipe``; None where its ``recipe.yaml`` cannot be read."""
     try:
-        old = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        old = parsed((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
+    except (OSError, ValueError):
         return None
     if not isinstance(old, dict):
         return None

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,9 +16,10 @@ from grpo_lab.curation import Sampled, pass_rates
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.questions import Questions
 from grpo_lab.pipelines.recipe import ModelSection
 from grpo_lab.pipelines.resume import cut_metrics
-from grpo_lab.pipelines.round_selection import check_rows, questions_of, selected
+from grpo_lab.pipelines.round_selection import questions_of, selected
 from grpo_lab.pipelines.rounds import MODEL, Make, Round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
 from grpo_lab.pipelines.run_folder import MetricsFile
@@ -39,10 +39,14 @@ WEIGHT = "rewards/weight"
 
 
 class RoundParts:
-    """What the rounds of one recipe do. Rows and reward are loaded once."""
+    """What the rounds of one recipe do, with its rows and its reward."""
 
-    def __init__(self, recipe: RoundsRecipe, stop: StopRequests | None = None) -> None:
+    def __init__(
+        self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None, stop: StopRequests | None = None
+    ) -> None:
         self.recipe, self.stop = recipe, stop or StopRequests(recipe.output_dir)
+        self.reward, self.cold_rows = asked.reward, cold_rows
+        self.rows = [dict(row) for row in asked.rows]
 
     def around(self, part: str) -> AbstractContextManager[None]:
         """A stop breaks no part off but the evaluation, which is made as a whole."""
@@ -59,18 +63,6 @@ class RoundParts:
         named: dict[str, Make] = {"sample": self.sample, "select": self.select, "train": self.train}
         return named | ({} if self.recipe.evaluation is None else {"evaluate": self.evaluate})
 
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """The problems. ValueError for golds that the reward cannot read, or no gold solutions where they are asked for."""
-        loaded = parts.load_rows(self.recipe.data)
-        parts.check_golds(loaded, [self.reward])
-        check_rows(self.recipe, loaded)
-        return [dict(row) for row in loaded]
-
-    @cached_property
-    def reward(self) -> Any:
-        return parts.build_reward(self.recipe.reward, "reward")
-
     def begin(self, at: Round) -> dict[str, Any]:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe, seed = self.recipe, self.recipe.sampling.seed
@@ -83,7 +75,7 @@ class RoundParts:
         else:
             from grpo_lab.trainer.supervised.cold_start import cold_start
 
-            rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
+            rows = self.cold_rows
             arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
             with self._trained(at, tokenizer, rows.to_list(), arguments, counted) as (folder, training):
                 cold_start(model, tokenizer, rows, folder, arguments, [counted], training)

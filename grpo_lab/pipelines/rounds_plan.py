@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.plan import count_of, model_of, rows_of
-from grpo_lab.pipelines.round_selection import check_rows
+from typing import Any
+
+from grpo_lab.pipelines.in_words import count_of, settings_in_words, told
+from grpo_lab.pipelines.plan import model_of
 from grpo_lab.pipelines.rounds import round_folder
 from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
-from grpo_lab.pipelines.run_rounds import check_folder, check_settings
+from grpo_lab.pipelines.run_rounds import resolve
 
 _SAMENESS = {
     "equations": "the list of their equations (their words, where there is none)",
@@ -19,12 +19,8 @@ _SAMENESS = {
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> dict[str, str]:
     """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
-    check_settings(recipe)
-    check_folder(recipe, overwrite)
-    rows = rows_of(recipe.data, "data", recipe.reward)
-    if rows is not None:
-        check_rows(recipe, rows)
-    rounds, held_out = recipe.rounds, _evaluation(recipe)
+    asked, cold_rows = resolve(recipe, overwrite, here_only=True)
+    rows, rounds, held_out = asked.rows, recipe.rounds, _evaluation(recipe, asked.held_out)
     times = (
         "once"
         if rounds.count == 1
@@ -32,7 +28,7 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> dict[str, s
     )
     return {
         "method": recipe.method,
-        "start model": _start(recipe),
+        "start model": _start(recipe, cold_rows),
         "rows": count_of(rows, recipe.data),
         "reward": told(recipe.reward),
         "rounds": times,
@@ -45,12 +41,12 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> dict[str, s
     }
 
 
-def _start(recipe: RoundsRecipe) -> str:
+def _start(recipe: RoundsRecipe, cold_rows: Any) -> str:
     model = recipe.model.name if recipe.model.path is None else model_of(recipe.model.path)
     if recipe.cold_start is None:
         return model
-    rows = rows_of(recipe.cold_start.data, "cold_start.data")
-    return f"{model}, after a cold start on {count_of(rows, recipe.cold_start.data)}; {_settings(recipe.cold_start.arguments)}"
+    section = recipe.cold_start
+    return f"{model}, after a cold start on {count_of(cold_rows, section.data)}; {settings_in_words(section.arguments)}"
 
 
 def _sample(recipe: RoundsRecipe, rows: int | None) -> str:
@@ -88,15 +84,13 @@ def _train(recipe: RoundsRecipe) -> str:
     if recipe.method == "dpo":
         own = recipe.pairs is None or recipe.pairs.reference == "round"
         reference = f"; reference: {'the model that the round trains, as it begins' if own else 'the start model in every round'}"
-    return f"TRL's {trainer} from {begin}{reference}; {_settings(recipe.training)}"
+    return f"TRL's {trainer} from {begin}{reference}; {settings_in_words(recipe.training)}"
 
 
-def _evaluation(recipe: RoundsRecipe) -> str:
+def _evaluation(recipe: RoundsRecipe, held_out: Any) -> str:
     section = recipe.evaluation
     if section is None:
         return ""
-    parts.build_reward(section.reward, "evaluation.reward")
-    held_out = rows_of(section.data, "evaluation.data")
     when = "the start model and the model of each round" if section.before else "the model of each round"
     return f"{when} on {count_of(held_out, section.data)}, judged by {told(section.reward)}"
 
@@ -110,8 +104,3 @@ def _done(recipe: RoundsRecipe, overwrite: bool) -> str:
         found += [f"{folder.name} ({', '.join(done)})"] if done else []
     forgotten = " (--overwrite begins anew)" if overwrite and found else ""
     return f"{', '.join(found)}{forgotten}" if found else "nothing"
-
-
-def _settings(training: object) -> str:
-    given = dict(training)  # type: ignore[call-overload]
-    return ", ".join(f"{name} {value}" for name, value in given.items()) or "TRL's defaults"

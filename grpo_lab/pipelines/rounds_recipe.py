@@ -12,7 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_lab.nearest import did_you_mean
+from grpo_lab.nearest import one_of
 from grpo_lab.pipelines.recipe import (
     STRICT_ACCURACY,
     ColdStartSection,
@@ -20,6 +20,7 @@ from grpo_lab.pipelines.recipe import (
     EvaluationSection,
     ModelSection,
     RewardSection,
+    check_command,
     with_name,
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
@@ -165,9 +166,10 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
     Raises:
         ValueError: an unknown method or key (with the nearest match), a missing section, settings that do not go together.
     """
+    check_command(written, "rounds")
     method = written.get("method")
     if method not in METHODS:
-        raise ValueError(f"`method` is {method!r}{did_you_mean(method, METHODS) or '.'} Allowed: {sorted(METHODS)}")
+        raise ValueError(f"`method` is {method!r}{one_of(method, sorted(METHODS))}")
     sections = {name: _over(given, written.get(name), name) for name, given in METHODS[str(method)].items()}
     return read(RoundsRecipe, {"n_samples": 8, **with_name(written, default_name), **sections})
 

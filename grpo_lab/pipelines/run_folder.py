@@ -9,22 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import TrainerCallback
 
 from grpo_lab.atomic import no_link
 from grpo_lab.checkpoints import SAVING, newest_whole
 from grpo_lab.evaluation.files import write_json, write_text
-from grpo_lab.pipelines.one_writer import is_empty
+from grpo_lab.pipelines.one_writer import check_writable, is_empty
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
+from grpo_lab.pipelines.strict_yaml import written
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", yaml.safe_dump(as_written(recipe), sort_keys=False))
+    write_text(folder / "recipe.yaml", written(as_written(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder
@@ -75,7 +74,7 @@ def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Differe
     marker = folder / "run.json"
     if overwrite and resume:
         raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    _check_writable(folder)
+    check_writable(folder)
     if marker.is_file() and not overwrite:
         changed = _changed(recipe, read_marker(marker), resume)
         check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
@@ -85,13 +84,6 @@ def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Differe
             f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
         )
     return []
-
-
-def _check_writable(folder: Path) -> None:
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "nothing may be written there" if there.is_dir() else "that is no folder"
-        raise ValueError(f"`output_dir` {str(folder)!r} cannot be written: {there}: {why}; choose another")
 
 
 def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:

@@ -21,16 +21,21 @@ from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.rounds_page import rounds_table
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.model_files import model_files
-from grpo_lab.pipelines.one_writer import OneWriter, is_empty
+from grpo_lab.pipelines.early_checks import check_trackers, cold_start_rows
+from grpo_lab.pipelines.model_files import check_place, is_local, model_files
+from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
+from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.round_parts import RoundParts
+from grpo_lab.pipelines.round_selection import check_rows
 from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.pipelines.run_folder import read_marker, write_run
+from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
 from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests
+from grpo_lab.trainer.supervised.cold_start import check_cold_start
+from grpo_lab.trainer.supervised.preference import check_training
 
 PIPELINE = "rounds"
 MAY_CHANGE = ("name", "output_dir", "keep_models", *STOP_SETTINGS)
@@ -54,20 +59,36 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
         ValueError: another run or something else in the folder, a setting that does not fit, a round without rows.
         Interrupted: asked to stop; what is done is kept, and the same call goes on.
     """
-    check_settings(recipe)
+    asked, cold_rows = resolve(recipe, overwrite)
     stop = StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file)
-    work = RoundParts(recipe, stop)
-    parts.check_evaluation(recipe.evaluation)
-    if not work.rows:  # what is wrong with them is said before anything is written
-        raise ValueError("`data` has no rows; at least one question is needed")
-    found = check_folder(recipe, overwrite)
+    work = RoundParts(recipe, asked, cold_rows, stop)
     with OneWriter(recipe.output_dir).take(), stop:
-        stop.heed_waiting(new=not found)
-        return _carried_out(recipe, overwrite, work)
+        stop.heed_waiting(new=not check_folder(recipe, overwrite))
+        return _carried_out(recipe, overwrite, work, rows_fingerprint(asked.rows))
 
 
-def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts) -> RoundsDone:
-    folder = _claim(recipe, overwrite)
+def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
+    """What the recipe names, and the rows of its cold start; nothing is written.
+
+    ValueError for what would stop the run (a dry run asks the same).
+    """
+    check_settings(recipe)
+    found = check_folder(recipe, overwrite)
+    asked = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
+    if asked.rows is not None:
+        check_rows(recipe, asked.rows)
+        refuse_other_rows(recipe.output_dir, found.get("rows"), asked.rows)
+    if recipe.base is not None:
+        check_place(str(recipe.base.path), "base.path")
+    model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
+    started = bool(found) and (round_folder(recipe.output_dir, 0) / "train.json").is_file()
+    if recipe.cold_start is None or started:
+        return asked, None
+    return asked, cold_start_rows(recipe.cold_start, model, here_only)
+
+
+def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts, rows: Any) -> RoundsDone:
+    folder = _claim(recipe, overwrite, rows)
     if read_marker(folder / "run.json").get("finished"):
         console.print(f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True)
         return RoundsDone(folder, _lines(folder, recipe.rounds.count))
@@ -88,12 +109,10 @@ def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts) -> Rou
 
 def check_settings(recipe: RoundsRecipe) -> None:
     """ValueError for `training` and `cold_start` that TRL would refuse, and for several processes."""
-    from grpo_lab.trainer.supervised.cold_start import check_cold_start
-    from grpo_lab.trainer.supervised.preference import check_training
-
-    check_training("shortest_sft" if recipe.method in IMITATE else recipe.method, dict(recipe.training))
+    settings = check_training("shortest_sft" if recipe.method in IMITATE else recipe.method, recipe.training)
+    check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
-        check_cold_start(dict(recipe.cold_start.arguments))
+        check_cold_start(recipe.cold_start.arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
 
@@ -101,6 +120,7 @@ def check_settings(recipe: RoundsRecipe) -> None:
 def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or rounds of another recipe."""
     folder, name = recipe.output_dir, f"`output_dir` {str(recipe.output_dir)!r}"
+    check_writable(folder)
     found = read_marker(folder / "run.json")
     if found.get("pipeline") != PIPELINE:
         if folder.is_dir() and not is_empty(folder):
@@ -123,7 +143,7 @@ def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
     """What the files of the rounds depend on, as JSON gives it back; a local start model by its content, too."""
     said = {name: value for name, value in asdict(recipe).items() if name not in MAY_CHANGE}
     said["rounds"] = {name: value for name, value in said["rounds"].items() if name != "count"}
-    local = {s.path for s in (recipe.model, recipe.base) if s is not None and parts.is_local(s.path)}
+    local = {s.path for s in (recipe.model, recipe.base) if s is not None and is_local(s.path)}
     said["model_files"] = {str(path): model_files(str(path)) for path in sorted(map(str, local))}
     plain: dict[str, Any] = json.loads(json.dumps(said, default=str))
     return plain
@@ -140,7 +160,7 @@ def _by_name(settings: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _claim(recipe: RoundsRecipe, overwrite: bool) -> Path:
+def _claim(recipe: RoundsRecipe, overwrite: bool, rows: Any) -> Path:
     found, folder = check_folder(recipe, overwrite), recipe.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -155,6 +175,7 @@ def _claim(recipe: RoundsRecipe, overwrite: bool) -> Path:
         "method": recipe.method,
         "count": count,
         "recipe": settings_of(recipe),
+        "rows": rows,
         "versions": versions(),
         "seconds": found.get("seconds", {}),
         "finished": finished,

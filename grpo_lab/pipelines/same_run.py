@@ -32,6 +32,17 @@ def _text(value: Any) -> str:
     return str(value) if type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value) else ""
 
 
+def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
+    """ValueError where the rows are not those that the run began with (``rows_fingerprint``; None: it does not say)."""
+    now = rows_fingerprint(rows)
+    if then is not None and then != now:
+        raise ValueError(
+            f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "
+            f"{now['count']} rows ({now['fingerprint']}). A resumed run goes on in the same order through the same "
+            "rows: bring them back, or choose another `--output_dir`, or give --overwrite"
+        )
+
+
 def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
     """A run that still has steps to train is gone on with on the same rows, by as many processes; nothing is written.
 
@@ -41,13 +52,7 @@ def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) 
     record = read_marker(folder / "run.json")
     if 0 < max_steps <= (record.get("trained") or 0):
         return  # only the evaluation is left
-    then, now = record.get("rows"), rows_fingerprint(rows)
-    if then is not None and then != now:
-        raise ValueError(
-            f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → {now['count']} "
-            f"rows ({now['fingerprint']}). A resumed run goes on in the same order through the same rows: bring them back, or "
-            "choose another `--output_dir`, or give --overwrite"
-        )
+    refuse_other_rows(folder, record.get("rows"), rows)
     before = record.get("processes")
     if before is not None and before != processes:
         raise ValueError(

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation import Written
@@ -18,7 +17,8 @@ from grpo_lab.evaluation.generation import (
     stop_token_ids,
 )
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.model_files import model_files
+from grpo_lab.pipelines.model_files import check_place, model_files
+from grpo_lab.pipelines.parts import loading
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
 from grpo_lab.reading import Positive, Switch, Temperature, Whole, settings
 
@@ -62,10 +62,7 @@ class ModelSampler:
     """
 
     def __init__(self, model: str, settings: SamplingSettings) -> None:
-        if model.count("/") != 1 and "/" in model and not Path(model).is_dir():  # no hub name has that form
-            raise ValueError(
-                f"`model.path` is {model!r}: no such folder (a saved model, or a hub name such as org/model)"
-            )
+        check_place(model)
         self.settings, self.name = settings, model
         self.made = 0  # completions by this process
         self.full_length = self.cut = 0  # of them: under max_completion_length, and cut by it
@@ -83,8 +80,9 @@ class ModelSampler:
         from grpo_lab.rollouts.engine import EngineOptions, engine_factory
 
         refuse_no_tokenizer(model)
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        config: Any = AutoConfig.from_pretrained(model)
+        with loading(model):
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
+            config: Any = AutoConfig.from_pretrained(model)
         options = EngineOptions.from_mapping(self.settings.engine)
         start = engine_factory(options, trainer_dtype=getattr(config, "dtype", None))
         self.model = start(model=model, seed=self.settings.seed)
@@ -181,16 +179,21 @@ def with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dic
         return problems
     fitting = [problem for problem in problems if sampler.prompt_tokens(problem["prompt"]) + completion <= context]
     if not fitting:
-        raise ValueError(
-            f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
-            f"{context}; lower `--max_completion_length`"
-        )
+        raise no_room(completion, context)
     if len(fitting) < len(problems):
         console.print(
             f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
             f"max_completion_length={completion} tokens in the model's context of {context}",
         )
     return fitting
+
+
+def no_room(completion: int, context: int) -> ValueError:
+    """Where not one prompt is short enough."""
+    return ValueError(
+        f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
+        f"{context}; lower `--max_completion_length`"
+    )
 
 
 def _seed(seed: int, ids: list[list[int]]) -> int:

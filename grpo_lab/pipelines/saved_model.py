@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.loader_arguments import every_argument
 from grpo_lab.pipelines.recipe import EvaluationSection
+from grpo_lab.pipelines.rows import every_argument, load_rows
 from grpo_lab.pipelines.tokenizer_files import holds_tokenizer, refuse_no_tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def evaluate_saved_model(
     Args: max_new_tokens: where ``section`` does not say.
     Raises: EvaluationStopped on Ctrl-C, with what was answered until then written as well.
     """
-    rows = parts.load_rows(section.data, "evaluation.data")
+    rows = load_rows(section.data, "evaluation.data")
     reward = parts.build_reward(section.reward, "evaluation.reward")
     loaded, words = load_saved_model(model, use_cpu, tokenizer)
     stop: EvaluationStopped | None = None

@@ -10,21 +10,20 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from grpo_lab.checkpoints import broken_weights
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.health import last_verdict, left_out
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.context_room import check_room, evaluation_tokens
-from grpo_lab.pipelines.early_checks import check_columns, check_trackers
+from grpo_lab.pipelines.context_room import evaluation_tokens
 from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
+from grpo_lab.pipelines.job import Job, start_is_whole
 from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import going_on
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 
@@ -50,21 +49,16 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     """
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
-    check_trackers(config.report_to)
     with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
-        return _stages(recipe, config, overwrite, resume, termination, writer)
+        job = Job.resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
+        return _stages(job, overwrite, resume, termination, writer)
 
 
-def _stages(
-    recipe: Recipe, config: Any, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter
-) -> Outcome:
-    state = PartialState()
-    if state.is_main_process:
-        refuse_folder(recipe, overwrite, resume)
-    materials = Materials.of(recipe, config)  # a mistake in them leaves the folder as it was
+def _stages(job: Job, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter) -> Outcome:
+    state, recipe, config = PartialState(), job.recipe, job.config
     if state.is_main_process:
         if resume:
-            refuse_another_run(recipe.output_dir, materials.rows, state.num_processes, config.max_steps)
+            refuse_another_run(recipe.output_dir, job.rows, state.num_processes, config.max_steps)
         writer.take()
         claim(recipe, overwrite, resume)
     state.wait_for_everyone()
@@ -77,12 +71,12 @@ def _stages(
     seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
     trained = bool(resume and record.get("trained"))
     checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
-    start = _start_model(recipe, folder, config, resume, seconds)
+    start = _start_model(job, resume, seconds)
     before = _before(recipe, start, folder, seconds, resume) if state.is_main_process else None
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        record = _reinforce(recipe, config, start, materials, checkpoint, seconds, termination)
+        record = _reinforce(job, start, checkpoint, seconds, termination)
     if not state.is_main_process:
         return Outcome(folder, None, None, None)
     after = _evaluate(recipe, str(folder), folder / "evaluation" / "after", seconds, "after")
@@ -101,33 +95,6 @@ def _stages(
     return Outcome(folder, report, before, after)
 
 
-@dataclass(frozen=True)
-class Materials:
-    """What the recipe names, loaded and looked at before the first stage begins."""
-
-    rows: Any
-    eval_rows: Any
-    rewards: list[Any]
-    of_trainer: dict[str, Any]
-
-    @classmethod
-    def of(cls, recipe: Recipe, config: Any) -> Materials:
-        """Raises ``ValueError`` for whatever cannot be loaded, or golds that cannot be read."""
-        rewards = [parts.build_reward(section) for section in recipe.rewards]
-        of_trainer = parts.trainer_parts(recipe)
-        rows = parts.load_rows(recipe.data)
-        parts.check_golds(rows, rewards)
-        check_columns(recipe, rows, rewards)
-        eval_rows = None if recipe.eval_dataset is None else parts.load_rows(recipe.eval_dataset, "eval_dataset")
-        parts.check_evaluation(recipe.evaluation)
-        if recipe.cold_start is not None:
-            from grpo_lab.trainer.supervised.cold_start import check_cold_start
-
-            check_cold_start(dict(recipe.cold_start.arguments))
-        check_room(recipe, config, rows)
-        return cls(rows, eval_rows, rewards, of_trainer)
-
-
 def _as_it_is(folder: Path) -> Outcome:
     """A finished run is left alone: no step more, no evaluation again."""
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
@@ -135,12 +102,12 @@ def _as_it_is(folder: Path) -> Outcome:
     return Outcome(folder, report if report.is_file() else None, record.before, record.after)
 
 
-def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, seconds: dict[str, float]) -> str:
+def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
     """Folder or hub name of the model that RL starts from; made here where it is tiny or has a cold start."""
-    start = folder / "cold_start"
+    recipe, config, start = job.recipe, job.config, job.recipe.output_dir / "cold_start"
     if recipe.cold_start is None and recipe.model.path is not None and recipe.model.tokenizer is None:
         return recipe.model.path
-    if resume and _is_whole(start):
+    if resume and start_is_whole(recipe):
         return str(start)
     model, tokenizer = parts.load_model(recipe.model, config.seed)
     if recipe.cold_start is not None:
@@ -148,10 +115,9 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
 
         console.rule("cold start")
         began = time.perf_counter()
-        rows = parts.load_rows(recipe.cold_start.data, "cold_start.data")
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **recipe.cold_start.arguments}
-        cold_start(model, tokenizer, rows, start, arguments)
+        cold_start(model, tokenizer, job.cold_rows, start, arguments)
         seconds["cold_start"] = round(time.perf_counter() - began, 1)
     elif config.should_save:
         model.save_pretrained(start)
@@ -161,25 +127,20 @@ def _start_model(recipe: Recipe, folder: Path, config: Any, resume: bool, second
     return str(start)
 
 
-def _is_whole(start: Path) -> bool:
-    """Whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
-    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
-
-
 def _reinforce(
-    recipe: Recipe, config: Any, start: str, materials: Materials, checkpoint: Path | None, seconds: dict[str, float],
-    termination: Termination,
-) -> dict[str, Any]:  # fmt: skip
+    job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float], termination: Termination
+) -> dict[str, Any]:
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
     from grpo_lab.trainer.resume.checkpoint import WasRead, save_final
 
+    recipe, folder = job.recipe, job.recipe.output_dir
     console.rule(f"reinforcement: {recipe.trainer}")
-    folder, began = recipe.output_dir, time.perf_counter()
-    trainer = _build_trainer(recipe, config, start, materials)
+    began = time.perf_counter()
+    trainer = _build_trainer(job, start)
     with at("start: the main process measures the start model alone, the others wait"):
         trainer.accelerator.wait_for_everyone()
-    record = {**_summary(recipe, trainer, materials.rows, seconds), "finished": False}
+    record = {**_summary(recipe, trainer, job.rows, seconds), "finished": False}
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
@@ -202,15 +163,15 @@ def _reinforce(
     return record
 
 
-def _build_trainer(recipe: Recipe, config: Any, start: str, materials: Materials) -> Any:
-    given = dict(materials.of_trainer)
+def _build_trainer(job: Job, start: str) -> Any:
+    recipe, given = job.recipe, dict(job.of_trainer)
     own = [MetricsFile(recipe.output_dir / "metrics.jsonl")]
     return parts.trainer_class(recipe)(
         model=start,
-        reward_funcs=materials.rewards or None,
-        args=config,
-        train_dataset=materials.rows,
-        eval_dataset=materials.eval_rows,
+        reward_funcs=job.rewards or None,
+        args=job.config,
+        train_dataset=job.rows,
+        eval_dataset=job.eval_rows,
         processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
         callbacks=[*given.pop("callbacks"), *own],
         **{name: value for name, value in given.items() if value is not None},

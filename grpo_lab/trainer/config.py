@@ -21,6 +21,7 @@ from grpo_lab.trainer.settings.beside_trl import (
     refuse_token_weights,
 )
 from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import with_registered
 from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
 from grpo_lab.trainer.settings.reference import check_kl, reference_every
@@ -118,7 +119,7 @@ class LabConfig(GRPOConfig):
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
         names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
-        refuse_unknown(kwargs, names, f"`{cls.__name__}`")
+        refuse_unknown(kwargs, names, f"`{cls.__name__}`", GONE)
         config = super().__new__(cls)
         config._written = frozenset() if set(kwargs) >= set(names) else frozenset(kwargs)  # a parser writes them all
         return config

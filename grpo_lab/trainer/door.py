@@ -14,7 +14,7 @@ from grpo_lab.trainer.prompts.sampler import with_row_numbers
 from grpo_lab.trainer.scoring.environments import with_environment_rewards, without_environment_rewards
 from grpo_lab.trainer.scoring.resample import check_resample
 from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
-from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs
+from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.settings.sampling import check_sampling_correction
 
@@ -57,12 +57,15 @@ def given(
     reward_funcs, environment_factory = with_environment_rewards(cls, reward_funcs, environment_factory, completes)
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
     reward_funcs = without_environment_rewards(reward_funcs)
+    if environment_factory is None and args.reward_weights is not None:  # what an environment owns, TRL adds and counts
+        check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
     if settings.update.dead_groups == "resample":
         check_resample(train_dataset)
     algorithm = algorithm_from(args, settings).with_hooks(cls)
     check_hooks(cls, algorithm, base)
+    check_loss_type(cls, args, algorithm)
     check_budget(algorithm.objective, args.max_completion_length)
     check_sampling_correction(args)
     warm_up(reward_funcs, train_dataset)

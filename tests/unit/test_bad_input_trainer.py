@@ -136,7 +136,7 @@ AT_CONSTRUCTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("`kl.per`='sequence'", "'process'", "step rewards only", "`kl.per: token`", "coefficient"),
     ),
-    "reward weights": ({"changes": {"reward_weights": [1.0, 2.0]}}, ("reward weights (2)", "reward functions (1)")),
+    "reward weights": ({"changes": {"reward_weights": [1.0, 2.0]}}, ("`reward_weights` has 2 entries", "1 rewards")),
 }
 
 

@@ -42,7 +42,9 @@ def test_quickstart_is_train_with_the_recipe_of_the_package(tmp_path: Path, caps
     few = ["--data.n", "64", "--cold_start.data.n", "64", "--evaluation.data.n", "8"]
     words = ["--dry-run", "--max_steps", "7", "--output_dir", str(tmp_path / "out"), *few]
     assert main(["quickstart", *words]) == 0
-    by_name = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    by_name = printed.out.splitlines()
+    assert "it/s" not in printed.err  # bars of loading and saving
     recipe = RECIPES / "quickstart" / "dr_grpo.yaml"
     assert by_name[0] == f"recipe: {recipe}"
     assert main(["train", "--config", str(recipe), *words]) == 0
@@ -68,6 +70,16 @@ def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture
         "--like RUN",
     ):
         assert words in said
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "curate", "long2short", "rounds"])
+def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only `grpo-lab --help` said so, of two of them."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[options] [--key value …]" in said
+    assert "Every setting of the recipe can be replaced by --key value" in said
 
 
 # --- --dry-run ----------------------------------------------------------------------------------------------------------
@@ -105,14 +117,23 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
         (["--data.largest", "3"], "largest is 3"),
         (["--reward", "no_such_reward"], "unknown reward 'no_such_reward'"),
         (["--filters.balance", "{by: nothing}"], "`filters.balance.by` is 'nothing'"),
-        (["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"], "unknown split"),
+        (
+            ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
+            "`filters.contamination.against.0` (loader 'word_problems'): `split` is 'heldout'. Allowed: [",
+        ),
         (["--output_dir", str(RECIPES)], "is not empty and is no curation"),
     ],
 )
 def test_dry_run_of_curate_finds_what_would_stop_it(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
 ) -> None:
-    config = recipe_file(tmp_path, model={"path": str(tiny_folder)}, data=DATA, output_dir=str(tmp_path / "out"))
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        max_completion_length=64,
+        output_dir=str(tmp_path / "out"),
+    )
     assert main(["curate", "--config", config, "--dry-run", *change]) == 2
     assert message in capsys.readouterr().err
 
@@ -123,6 +144,7 @@ def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest
         method="dpo",
         model={"path": str(tiny_folder)},
         data=DATA,
+        max_completion_length=64,
         training={"max_steps": 2},
         evaluation={"data": {**DATA, "n": 5, "split": "test"}},
         output_dir=str(tmp_path / "out"),

@@ -51,7 +51,7 @@ def test_the_cold_start_teaches_the_form_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"split": "held_out"}, "unknown split 'held_out'; allowed: test, cold_start, train"),
+        ({"split": "held_out"}, r"`split` is 'held_out'\. Allowed: \['test', 'cold_start', 'train'\]"),
         ({"n": 0}, "n is 0; at least 1"),
         ({"vocabulary": 1}, "vocabulary is 1; at least 2"),
         ({"length": 0}, "length is 0; at least 1"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from grpo_lab import LabTrainer, data
 from grpo_lab.cli import main
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.pipelines.job import Job
+from grpo_lab.pipelines.recipe import read_recipe, recipe_from
+from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
 from grpo_lab.testing import tiny_model
 
 GOOD: dict[str, Any] = {
@@ -118,7 +125,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
         "`cold_start.lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
+    "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* exists, is not empty and is no run of ours"),
+    "an environment's argument": (
+        {"environment_factory": {"name": "unit.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no setting 'sise'; did you mean 'size'"),
+    "a reward without what it needs": ({"rewards": ["token_classification_steps"]}, "needs `model`, and has none"),
 }  # fmt: skip
+
+
+class Room:
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
 
 
 def reads_target(completions: list[Any], target: list[str], *, trainer_state: Any, **_: Any) -> list[float]:
@@ -127,20 +143,28 @@ def reads_target(completions: list[Any], target: list[str], *, trainer_state: An
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_the_run_would_refuse(
-    changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import re
-
+    """And in the same words."""
     if "lora" in changes:
         changes = {"model": {"path": str(saved), "lora": changes["lora"]}}
     golds = tmp_path / "golds.jsonl"
     golds.write_text("".join(json.dumps({"q": f"What is {i}?", "a": "none of these"}) + "\n" for i in range(4)))
-    text = yaml.safe_dump({**GOOD, **changes, "output_dir": str(tmp_path / "o")}).replace("GOLDS", str(golds))
+    text = yaml.safe_dump({**GOOD, "output_dir": str(tmp_path / "o"), **changes}).replace("GOLDS", str(golds))
+    text = text.replace("output_dir: FOLDER", f"output_dir: {tmp_path}")
     file = tmp_path / "r.yaml"
     file.write_text(text)
     assert main(["train", "--config", str(file), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL), error
+    monkeypatch.setattr(LabTrainer, "train", lambda *_, **__: pytest.fail("it trained"))
+    assert main(["train", "--config", str(file), "--use_cpu", "true"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == error.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +227,8 @@ def test_traceback_may_stand_after_the_command(tmp_path: Path) -> None:
 
 
 def test_completions_beyond_the_context_are_told() -> None:
-    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 600}))
-    assert "`max_completion_length`=600 a completion may run beyond the context of 512 tokens" in facts["context"]
+    facts = dry_run(recipe_from({**GOOD, "max_completion_length": 500}))
+    assert "`max_completion_length`=500 a completion may run beyond the context of 512 tokens" in facts["context"]
     assert dry_run(recipe_from(GOOD))["context"] == "512 tokens"
 
 
@@ -217,6 +241,38 @@ def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`evaluation`: the shortest prompt"):
         train(recipe_from({**written, "cold_start": cold, "output_dir": str(tmp_path / "o")}))
     assert not (tmp_path / "o").exists()
+
+
+def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rows of training were made three times, and 40,000 of the cold start: 15 of 29 seconds of the quickstart's dry run."""
+    made: list[tuple[str, int]] = []
+
+    @functools.wraps(data.word_problems)
+    def counted(n: int, *given: Any, **more: Any) -> Any:
+        made.append((more.get("split", "train"), n))
+        return data_word_problems(min(n, 8), *given, **more)
+
+    data_word_problems = data.word_problems
+    monkeypatch.setattr(data, "word_problems", counted)
+    recipe = read_recipe(shipped_recipe(QUICKSTART), {"output_dir": str(tmp_path / "o")})
+    facts = dry_run(recipe)
+    assert sorted(made) == [("cold_start", 1000), ("test", 500), ("train", 4000)]
+    assert facts["cold start"].startswith("40,000 from word_problems")
+    made.clear()
+    Job.resolve(parts.numbers_read(recipe), parts.lab_config(recipe, bf16=False), overwrite=False, resume=False)
+    assert sorted(made) == [("cold_start", 40000), ("test", 500), ("train", 4000)]
+
+
+@pytest.mark.slow
+def test_no_engine_is_loaded_for_a_plan(tmp_path: Path) -> None:
+    """TRL loads vLLM where it is installed: the longest part of a dry run's start."""
+    file = tmp_path / "r.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, "output_dir": str(tmp_path / "o")}))
+    words = [sys.executable, "-X", "importtime", "-m", "grpo_lab", "train", "--config", str(file), "--dry-run"]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    loaded = {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
+    assert "trl" in loaded
+    assert not [name for name in loaded if name.partition(".")[0] == "vllm"]
 
 
 def test_the_real_configuration_is_left_alone() -> None:

@@ -126,15 +126,14 @@ def curation(folder: Path) -> Any:
 
 def shortening(folder: Path) -> Any:
     rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    written = {"name": "s", "method": "dpo", "model": {"path": "m"}, "data": rows}
-    return long2short_recipe_from({**written, "output_dir": str(folder)})
+    written = {"name": "s", "method": "dpo", "model": {"path": str(folder.parent / "model")}, "data": rows}
+    return long2short_recipe_from({**written, "max_completion_length": 8, "output_dir": str(folder)})
 
 
 def by_rounds(folder: Path) -> Any:
     rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    return rounds_recipe_from(
-        {"name": "o", "method": "rft", "model": {"path": "m"}, "data": rows, "output_dir": str(folder)}
-    )
+    written = {"name": "o", "method": "rft", "model": {"path": str(folder.parent / "model")}, "data": rows}
+    return rounds_recipe_from({**written, "max_completion_length": 8, "output_dir": str(folder)})
 
 
 ALL = [
@@ -148,8 +147,13 @@ ALL = [
 @pytest.mark.parametrize(("run", "recipe"), ALL)
 @pytest.mark.slow
 def test_every_pipeline_asks(
-    run: Callable[[Any], Any], recipe: Callable[[Path], Any], tmp_path: Path, other: subprocess.Popen[str]
+    run: Callable[[Any], Any],
+    recipe: Callable[[Path], Any],
+    tmp_path: Path,
+    tiny_folder: Path,
+    other: subprocess.Popen[str],
 ) -> None:
+    (tmp_path / "model").symlink_to(tiny_folder)
     with pytest.raises(ValueError, match=rf"in use: process {other.pid} on"):
         run(recipe(tmp_path / "run"))
     assert is_empty(tmp_path / "run")

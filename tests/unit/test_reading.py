@@ -147,6 +147,11 @@ def test_half_a_mapping_of_json_is_named() -> None:
     assert from_json("k2", "kl") == "k2"
     with pytest.raises(ValueError, match=r"`kl` is .* which is no JSON"):
         from_json('{"a": ', "kl")
+    for inside in ('{"a": 1, "a": 2}', '{"b": {"a": 1, "a": 2}}'):  # the last one counted
+        with pytest.raises(ValueError, match="`kl` has the key 'a' twice; leave one out"):
+            from_json(inside, "kl")
+    with pytest.raises(ValueError, match=r"`kl` is .* which is no JSON"):
+        from_json('{"a": ' + "[" * 100_000, "kl")
 
 
 def test_one_did_you_mean() -> None:

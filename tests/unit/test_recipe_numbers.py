@@ -11,6 +11,7 @@ import pytest
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import Recipe, read_recipe, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
+from grpo_lab.pipelines.rows import load_rows
 
 TEXT = """
 model: {tiny: {hidden_size: 16, num_layers: 1, initializer_range: 6e-2}}
@@ -46,9 +47,9 @@ def given(*words: str) -> Recipe:
 
 
 def read_yaml_text(text: str) -> dict[str, Any]:
-    from grpo_lab.pipelines.recipe_file import _parsed
+    from grpo_lab.pipelines.strict_yaml import parsed
 
-    found: dict[str, Any] = _parsed(text, "text")
+    found: dict[str, Any] = parsed(text, "text")
     return found
 
 
@@ -101,6 +102,10 @@ def test_one_number_in_every_writing(word: str) -> None:
         (["--sampler", "{name: prioritized, floor: low}"], "`sampler.floor` is 'low'; it must be a number"),
         (["--rollout", "{verify_every: often}"], "`rollout.verify_every` is 'often'; it must be a whole number"),
         (["--objective"], "`objective` is True: it has no value"),
+        (["--run_name", "no"], r"`run_name` is False; it must be text \(a bare on, off, yes or no is a switch in YAML"),
+        (["--stop_file"], r"`stop_file` is True; it must be text \(a setting without its value"),
+        (["--output_dir"], "`output_dir` is True; it must be text"),
+        (["--report_to", "off"], "`report_to` is False; it must be text"),
         (["--learning_rate", "nan"], "`learning_rate` is 'nan'; it must be a number"),
         (["--epsilon_high", ".nan"], "`epsilon_high` is nan; it must be a number"),
         (["--top_k", "nan"], "`top_k` is 'nan'; it must be a whole number"),
@@ -148,9 +153,9 @@ def test_a_rewards_weight_is_said_once() -> None:
 
 def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     data = recipe_from({**read_yaml_text(TEXT), "data": {"loader": "word_problems", "n": "1e1"}}).data
-    assert len(parts.load_rows(data)) == 10
+    assert len(load_rows(data)) == 10
     builders: list[tuple[dict[str, Any], Any, str]] = [
-        ({"data": {"loader": "word_problems", "n": True}}, lambda r: parts.load_rows(r.data), "`data.n` is True; it must be"),
+        ({"data": {"loader": "word_problems", "n": True}}, lambda r: load_rows(r.data), "`data.n` is True; it must be"),
         ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
         ({"model": {"tiny": {"num_layer": 1}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
         ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: parts.lora_config(r.model), "`model.lora.r` is 'many'"),
@@ -203,7 +208,7 @@ def test_whole_numbers_of_sections_may_have_an_exponent_too() -> None:
         "--data", "{loader: word_problems, n: 8e0, limit: 4e0}",
         "--evaluation", "{data: {loader: word_problems, n: 8, limit: 1e1}, n_samples: 2e0, batch_size: 8.0, max_new_tokens: 1e1}",
     )  # fmt: skip
-    assert (recipe.data.limit, len(parts.load_rows(recipe.data))) == (4, 4)
+    assert (recipe.data.limit, len(load_rows(recipe.data))) == (4, 4)
     section = recipe.evaluation
     assert section is not None
     found = (section.data.limit, section.n_samples, section.batch_size, section.max_new_tokens)

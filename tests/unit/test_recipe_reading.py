@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_lab.cli import main
+from grpo_lab.cli import _parser, main
+from grpo_lab.pipelines import long2short, run_rounds
 from grpo_lab.pipelines.curation_filters import Curation
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.parts import build_reward, load_rows
+from grpo_lab.pipelines.evaluate import plan_of
+from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.parts import build_reward
 from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
-from grpo_lab.pipelines.run_folder import read_marker
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.rows import load_rows
+from grpo_lab.pipelines.run_folder import read_marker, write_run
+from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
 from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.pipelines.strict_yaml import written
 
 GOOD: dict[str, Any] = {
     "model": {"tiny": {}},
@@ -63,6 +72,65 @@ def test_text_that_is_no_yaml_is_an_error_of_the_file(tmp_path: Path) -> None:
     file.write_text("model: {path: a\ndata: [")
     with pytest.raises(ValueError, match=r"broken\.yaml.*no YAML"):
         read_yaml(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_steps: 1\nseed: 2\nmax_steps: 3", ", line 3: `max_steps` stands there twice (first in line 1); leave one out"),
+        ("data:\n  n: 1\n  'n': 2", ", line 3: `n` stands there twice (first in line 2); leave one out"),
+        ("x: {a: 1, a: 2}", ": `a` stands there twice"),
+        ("a: 1\nmax_steps: 010", ", line 2: `010` is an octal number, or a decimal one: write the decimal number, or '010' in quotes"),
+        ("max_steps: -08", "`-08` is an octal number, or a decimal one"),
+        ("max_steps: 1:30", "`1:30` is a number of base 60, or text: write the decimal number, or '1:30' in quotes for text"),
+        ("max_hours: 1:30.5", "`1:30.5` is a number of base 60"),
+        ("on: 1", "the key `on` is read as a switch; put it in quotes"),
+        ("a: 1\n---\nb: 2", ", line 2: no YAML: expected a single document in the stream, but found another document"),
+        ("a: &a {b: *a}", "the anchor &a holds itself"),
+        ("a: &a {b: 1}\nc: {<<: *a, <<: *a}", "`<<` stands there twice"),
+        ("a: " + "[" * 5000, "nested more than 100 deep"),
+        ("{a: " * 5000, "nested more than 100 deep"),
+        ("? [a]\n: 1", "found unhashable key"),
+        ("a: \0", "no YAML: unacceptable character #x0000"),
+    ],
+)  # fmt: skip
+def test_a_line_of_a_recipe_means_one_thing(text: str, said: str, tmp_path: Path) -> None:
+    """A key written twice took the last, `010` was 8 and `1:30` was 90."""
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_yaml(file)
+    assert str(caught.value).startswith(f"recipe {str(file)!r}")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_two_releases_of_yaml_agree_on_is_read_and_written_back(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("base: &b {x: 1, y: 2}\nover: {<<: *b, x: 3}\nday: 2024-05-01\nbig: 1_000\nhex: 0x10\nquiet: no")
+    found = read_yaml(file)
+    assert found["over"] == {"x": 3, "y": 2}
+    assert (found["day"], found["big"], found["hex"], found["quiet"]) == (
+        "2024-05-01",
+        1000,
+        16,
+        False,
+    )  # the day was a date
+    texts = dict(enumerate(["010", "08", "1e-5", "2024-05-01", "1:30", "no", "0x10", "1_000", "08:30"]))
+    file.write_text(written({str(name): text for name, text in texts.items()}))
+    assert list(read_yaml(file).values()) == list(texts.values())
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ValueError, match=r"recipe '.*r\.yaml' is no text in UTF-8"):
+        read_yaml(tmp_path / "r.yaml")
+
+
+def test_a_value_on_the_command_line_means_one_thing() -> None:
+    for word, said in (("010", "`010` is an octal number"), ("1:30", "`1:30` is a number of base 60")):
+        with pytest.raises(ValueError, match=f"`--max_steps` '{word}': {said}"):
+            parse_overrides(["--max_steps", word])
 
 
 def test_a_value_on_the_command_line_that_is_no_yaml_is_named() -> None:
@@ -211,3 +279,131 @@ def test_a_misspelt_argument_of_a_reward_or_a_loader(build: Any, words: str | No
         return
     with pytest.raises(ValueError, match=re.escape(words)):
         build()
+
+
+# --- rows by a function of a team -----------------------------------------------------------------------------------------
+
+TEAM = '''
+from datasets import Dataset
+
+
+def questions(count: int, start: int = 1):
+    """Rows that the recipe's template makes prompts of."""
+    return [{"question": f"{i} + 1?", "solution": str(i + 1)} for i in range(start, start + count)]
+
+
+def prompts(count: int):
+    return Dataset.from_list([{"prompt": f"{i} + 1 =", "solution": str(i + 1)} for i in range(count)])
+
+
+def own(count: int, template: str):
+    return [{"prompt": f"{template}: {i}", "solution": str(i)} for i in range(count)]
+
+
+def anything(**arguments):
+    return [{"question": repr(sorted(arguments)), "solution": "1"}]
+
+
+def nowhere():
+    return open("/no/such/file")
+
+
+def empty():
+    return []
+
+
+def wrong():
+    return {"question": ["1 + 1?"]}
+
+
+def bare():
+    return [{"text": "1 + 1?"}]
+'''
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working folder."""
+    name = f"team_rows_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(TEAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    return name
+
+
+def section(loader: str, **more: Any) -> DataSection:
+    return recipe_from({**GOOD, "data": {"loader": loader, **more}}).data
+
+
+def test_a_loader_of_a_team(team: str) -> None:
+    """It was "`data.loader` is 'team.data:rows'; it must be one of [...]"."""
+    rows = load_rows(section(f"{team}:questions", count="1e1", start=2, limit=3, template="r1"))
+    assert (len(rows), rows["solution"], set(rows["template"])) == (3, ["3", "4", "5"], {"r1"})
+    assert "2 + 1?" in rows["prompt"][0]
+    assert rows["prompt"][0] != "2 + 1?"
+    assert load_rows(section(f"{team}:prompts", count=2))["prompt"] == ["0 + 1 =", "1 + 1 ="]
+    assert load_rows(section(f"{team}:own", count=1, template="r1"))["prompt"] == ["r1: 0"]
+    assert "['template', 'x']" in load_rows(section(f"{team}:anything", x=1))["question"][0]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        ("questions", {}, "`data` (loader 'TEAM:questions') needs `count`, and has none"),
+        ("questions", {"cuont": 3}, "has no setting 'cuont'; did you mean 'count'? Allowed: ['count', 'limit', 'loader', 'start', 'template']"),
+        ("questions", {"count": "many"}, "`data.count` is 'many'; it must be a whole number"),
+        ("questions", {"count": 2, "template": "r2"}, "`template` is 'r2'"),
+        ("prompts", {"count": 2, "template": "r1"}, "`template` has no effect, since its rows have a `prompt`; leave it out"),
+        ("nowhere", {}, "`data` (loader 'TEAM:nowhere'): [Errno 2] No such file or directory: '/no/such/file'"),
+        ("empty", {}, "gave no rows"),
+        ("wrong", {}, "gave a dict; a `datasets.Dataset` or a list of mappings is needed"),
+        ("bare", {}, "gave rows with the columns ['text']; `prompt`, or `question`, is needed"),
+        ("none_there", {}, "has no 'none_there'"),
+    ],
+)  # fmt: skip
+def test_what_a_loader_of_a_team_does_not_take_or_give(
+    function: str, arguments: dict[str, Any], said: str, team: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_rows(section(f"{team}:{function}", **arguments))
+    assert said.replace("TEAM", team) in str(caught.value)
+
+
+def test_an_evaluation_on_rows_of_a_team(team: str) -> None:
+    known = _parser().parse_args(["evaluate", "m", "--data", f"{team}:anything", "--limit", "1"])
+    plan = plan_of(known)
+    assert (plan.section.data.loader, plan.section.data.limit) == (f"{team}:anything", 1)
+    assert plan.section.reward == RewardSection("accuracy", arguments={"mode": "strict"})
+
+
+@pytest.mark.parametrize("command", ["rounds", "long2short"])
+def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """What a function gives is not said by its name: a round's samples are kept by the number of their row."""
+    written = {"model": {"path": str(tiny_folder)}, "data": {"loader": f"{team}:questions", "count": 3}}
+    written |= {"max_completion_length": 8, "output_dir": str(tmp_path / "out"), "training": {"max_steps": 1}}
+    given: Any = long2short_recipe_from if command == "long2short" else rounds_recipe_from
+    resolve: Any = long2short.resolve if command == "long2short" else run_rounds.resolve
+    recipe = given({**written, "method": "dpo"})
+    found = resolve(recipe, overwrite=False)
+    asked = found if command == "long2short" else found[0]
+    before = rows_fingerprint(asked.rows)
+    changed = asked.rows.map(lambda row: {"solution": row["solution"] + "0"})
+    (tmp_path / "out").mkdir()
+    if command == "rounds":
+        write_run(tmp_path / "out", {"pipeline": "rounds", "recipe": run_rounds.settings_of(recipe), "rows": before})
+        resolve(recipe, overwrite=False)
+        refuse: Any = pytest.raises(ValueError, match=r"the data of the run in .* has changed since: 3 rows")
+        with refuse:
+            refuse_other_rows(tmp_path / "out", before, changed)
+        (tmp_path / f"{team}.py").write_text(TEAM.replace("str(i + 1)", "str(i)"))
+        importlib.reload(sys.modules[team])
+        with refuse:
+            resolve(recipe, overwrite=False)
+        resolve(recipe, overwrite=True)
+        return
+    marked = {"pipeline": "long2short", "fingerprint": long2short.fingerprint(recipe), "rows": 2, "trained": True}
+    write_run(tmp_path / "out", {**marked, "data_digest": before})
+    assert long2short._done_before(recipe, False, before)["trained"] == 2
+    assert long2short._done_before(recipe, False, rows_fingerprint(changed))["trained"] is None
+    write_run(tmp_path / "out", marked)  # of an earlier release, which did not write it down
+    assert long2short._done_before(recipe, False, before)["trained"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -303,12 +304,18 @@ def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Pat
     refuse_another_run(tmp_path, changed, 1, 4)  # of an earlier version, which wrote neither
 
 
+def read_only(**_: Any) -> None:
+    raise OSError(errno.EROFS, "read-only")
+
+
 def test_an_output_folder_that_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"`output_dir` .*cannot be written: .*file: that is no folder"):
         claim(given(tmp_path / "file" / "o"), overwrite=False, resume=False)
-    monkeypatch.setattr("os.access", lambda place, mode: False)  # root may write everywhere
-    with pytest.raises(ValueError, match=r"cannot be written: .*nothing may be written there; choose another"):
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)  # root may write everywhere
+    with pytest.raises(
+        ValueError, match=r"cannot be written: .*nothing may be written there \(read-only\); choose another"
+    ):
         claim(given(tmp_path / "o"), overwrite=False, resume=False)
     assert not (tmp_path / "o").exists()
 
@@ -343,7 +350,7 @@ def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> 
         (
             {"evaluation": {"data": {"loader": "word_problems", "n": 4, "split": "dev"}}},
             {"resume": True},
-            "unknown split",
+            "`split` is 'dev'",
         ),
         ({"data": {"loader": "word_problems", "nn": 8}}, {"overwrite": True}, "has no setting 'nn'; did you mean 'n'"),
     ],

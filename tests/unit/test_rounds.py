@@ -12,6 +12,7 @@ from grpo_lab.cli import main
 from grpo_lab.evaluation.files import write_json, write_json_lines
 from grpo_lab.evaluation.rounds_page import figures, rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.pipelines.questions import Questions
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
@@ -212,8 +213,7 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     [([None, None], "0 could be scored and 0 are right"), ([1.0, 1.0], "2 could be scored and 2 are")],
 )
 def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tmp_path: Path) -> None:
-    parts = RoundParts(rounds_recipe_from({**GOOD, "method": "dpo"}))
-    parts.__dict__["rows"] = [{"prompt": "q"}]
+    parts = RoundParts(rounds_recipe_from({**GOOD, "method": "dpo"}), Questions([{"prompt": "q"}], None))
     line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
     (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):

@@ -161,14 +161,14 @@ def test_rows_are_the_same_in_another_process() -> None:
     ("arguments", "message"),
     [
         ({"n": 0}, r"n is 0"),
-        ({"n": 5, "split": "dev"}, r"unknown split 'dev'; allowed: test, cold_start, train"),
+        ({"n": 5, "split": "dev"}, r"`split` is 'dev'\. Allowed: \['test', 'cold_start', 'train'\]"),
         ({"n": 5, "steps": (0, 2)}, r"steps is \(0, 2\)"),
         ({"n": 5, "steps": (3, 2)}, r"steps is \(3, 2\)"),
         ({"n": 5, "largest": 5}, r"largest is 5"),
         ({"n": 5, "families": ["bank"]}, r"families is \['bank'\]; allowed: .*collection"),
         ({"n": 5, "misread": 1.5}, r"misread is 1.5"),
         ({"n": 5, "families": []}, r"families is \[\]"),
-        ({"n": 5, "template": "r9"}, r"unknown template 'r9'"),
+        ({"n": 5, "template": "r9"}, r"`template` is 'r9'"),
         ({"n": 10**6, "steps": (1, 1), "largest": 10, "families": ["bus"]}, r"only \d+ different problems.*n=1000000"),
     ],
 )

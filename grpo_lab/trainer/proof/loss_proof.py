@@ -85,23 +85,23 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
         own_hook: the team overrode ``token_loss``: then there is no formula of ours to compare with.
 
     Raises:
-        RuntimeError: the values differ, or the loss is not finite. Parts that a team brought have no formula here; then
-            only finiteness and a gradient are checked, and the sentence says so.
-        ValueError: the loss per token or the aggregation has another shape than it may have.
+        RuntimeError: the values differ.
+        ValueError: the loss is not finite, has no gradient or another shape than it may have. Parts that a team brought
+            have no formula here; then this alone is checked, and the sentence says so.
     """
     batch = toy_batch(objective)
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
     average = objective.aggregate
     found = checked_scalar(average(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(average)}")
     if not found.requires_grad:
-        raise RuntimeError(
+        raise ValueError(
             f"the loss of objective {objective.name!r} does not depend on the policy's log-probs: nothing trains"
         )
     (gradient,) = torch.autograd.grad(found, batch.logps)
     if not (found.isfinite() and gradient.isfinite().all()):
-        raise RuntimeError(f"the loss of objective {objective.name!r} is not finite on the toy batch: {found.item()}")
+        raise ValueError(f"the loss of objective {objective.name!r} is not finite on the toy batch: {found.item()}")
     if gradient.abs().sum() == 0:
-        raise RuntimeError(
+        raise ValueError(
             f"the loss of objective {objective.name!r} has no gradient on the toy batch: nothing would train"
         )
     expected = None if own_hook else literal_loss(objective, batch)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_lab.nearest import did_you_mean
+from grpo_lab.nearest import one_of
 from grpo_lab.rewards.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -24,10 +24,7 @@ class WeightSchedules:
         names = list(trainer.reward_func_names)
         for name in schedules:
             if name not in names:
-                hint = did_you_mean(name, names)
-                raise ValueError(
-                    f"`reward_schedules` names {name!r}, which no reward has{hint} The rewards are {names}"
-                )
+                raise ValueError(f"`reward_schedules` names {name!r}, which no reward has{one_of(name, names)}")
             if names.count(name) > 1:
                 raise ValueError(f"`reward_schedules` names {name!r}, which {names.count(name)} rewards share: {names}")
             _refuse_double(trainer, names.index(name), name)

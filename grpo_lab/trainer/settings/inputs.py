@@ -11,7 +11,11 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
+from grpo_lab.nearest import one_of
+from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
+from grpo_lab.trainer.settings.knobs import TRLS_OWN
 from grpo_lab.trainer.trl_bridge import teams
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
@@ -81,6 +85,13 @@ def check_columns(reward: Any, columns: list[str]) -> None:
             )
 
 
+def check_weights(weights: Any, rewards: list[Any]) -> None:
+    """One weight for each reward. TRL says so with the numbers alone."""
+    if len(weights) != len(rewards):
+        names = [reward_name(one) for one in rewards]
+        raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
+
+
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
     """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that stands behind ours."""
     hook = teams(cls, "token_loss")
@@ -96,6 +107,14 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
             f"`{home.__name__}._compute_loss` would never be called: {base.__name__} comes before it among the bases of "
             f"`{cls.__name__}`; write `class {cls.__name__}({home.__name__}, {base.__name__})`"
         )
+
+
+def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
+    """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's computes that."""
+    known, own = (*LOSS_TYPES, *TRLS_OWN), teams(cls, "_compute_loss") or teams(cls, "compute_loss")
+    if algorithm.objective is None and args.loss_type not in known and own is None:
+        ours = f"; {args.loss_type!r} is an `objective` here" if args.loss_type in PRESETS else ""
+        raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
 
 
 def check_requires(trainer: Any) -> None:

@@ -28,6 +28,8 @@ from grpo_lab.trainer.settings.parse import (
     load_object,
 )
 
+#: values of TRL's ``loss_type`` that only TRL computes
+TRLS_OWN = ("luspo", "sapo", "vespo")
 #: TRL's flat settings that are knobs of a surrogate with fields of these names
 CLIP = ("epsilon", "epsilon_high", "delta")
 
@@ -43,6 +45,11 @@ def written(args: Any, name: str) -> bool:
 def with_registered(settings: LabSettings) -> LabSettings:
     """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module registers it by."""
     chosen = settings.objective
+    if chosen is not None and chosen.name in TRLS_OWN:
+        raise ValueError(
+            f"`objective` is {chosen.name!r}, which is a loss of TRL's own: set `loss_type: {chosen.name}`, and leave "
+            "`objective` out"
+        )
     if chosen is None or not isinstance(chosen.name, str) or ":" not in chosen.name:
         return settings
     return replace(settings, objective=replace(chosen, name=registered_name(chosen.name)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,25 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from grpo_lab.nearest import refuse_unknown
+from grpo_lab.reading import typed
 from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.settings.gone import SUPERVISED_GONE
 
 
-def check_cold_start(arguments: dict[str, Any]) -> None:
-    """``ValueError`` for a setting that ``trl.SFTConfig`` does not have, or a name that its setting does not know."""
-    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, "`cold_start`")
-    check_choices(arguments, "cold_start")
+def checked(config: Any, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``arguments`` in the types that ``config``, a configuration class of TRL's, declares.
+
+    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be.
+    """
+    refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
+    found = typed(arguments, config, where)
+    check_choices(found, where)
+    return found
+
+
+def check_cold_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``checked``, of ``cold_start``."""
+    return checked(SFTConfig, arguments, "cold_start")
 
 
 def cold_start(
@@ -35,10 +47,15 @@ def cold_start(
     Raises:
         ValueError: no column ``worked_solution``, or an unknown setting of ``trl.SFTConfig`` (with the nearest match).
     """
+    check_rows(rows)
+    pairs = rows.map(_as_pair, remove_columns=rows.column_names)
+    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "cold_start", train)
+
+
+def check_rows(rows: Dataset) -> None:
+    """``ValueError`` for rows that have no ``worked_solution``."""
     if "worked_solution" not in rows.column_names:
         raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
-    pairs = rows.map(_as_pair, remove_columns=rows.column_names)
-    supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "`cold_start`", train)
 
 
 def supervised(
@@ -48,7 +65,7 @@ def supervised(
     output_dir: Path,
     arguments: dict[str, Any],
     callbacks: list[Any] | None = None,
-    where: str = "`training`",
+    where: str = "training",
     train: Callable[[Any], None] | None = None,
 ) -> None:
     """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The trainer
@@ -57,8 +74,8 @@ def supervised(
     Raises:
         ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.
     """
-    refuse_unknown(arguments, SFTConfig.__dataclass_fields__, where)
-    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **arguments}
+    read = checked(SFTConfig, arguments, where)
+    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **read}
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(**settings),

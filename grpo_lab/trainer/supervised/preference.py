@@ -14,14 +14,14 @@ Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
+from trl import SFTConfig
 
-from grpo_lab.nearest import refuse_unknown
-from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.supervised.cold_start import checked
 
 Method = Literal["dpo", "simpo"]
 PAIR = ("prompt", "chosen", "rejected")
@@ -54,14 +54,9 @@ def prefer(
     if reference is not None and method != "dpo":
         raise ValueError(f"`method: {method}` has no reference model; got one")
     config, trainer_class = _trl(method)
-    refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
-    check_choices(arguments, "training")
-    fixed = {"loss_type": "simpo", "cpo_alpha": 0.0} if method == "simpo" else {}
-    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **fixed, **arguments}
-    if method == "simpo":
-        settings.setdefault("remove_unused_columns", False)
-        if settings["loss_type"] != "simpo":
-            raise ValueError(f"`training.loss_type` is {settings['loss_type']!r}; `method: simpo` means 'simpo'")
+    fixed = {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False} if method == "simpo" else {}
+    read = check_training(method, arguments)
+    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **fixed, **read}
     trainer = trainer_class(
         model=model,
         args=config(**settings),
@@ -74,16 +69,13 @@ def prefer(
     trainer.save_model(str(output_dir))
 
 
-def check_training(method: str, arguments: dict[str, Any]) -> None:
-    """ValueError for a setting that the trainer of ``method`` (dpo, simpo, shortest_sft) does not have; trains nothing."""
-    if method == "shortest_sft":
-        from trl import SFTConfig
-
-        config: Any = SFTConfig
-    else:
-        config, _ = _trl("dpo" if method == "dpo" else "simpo")
-    refuse_unknown(arguments, config.__dataclass_fields__, "`training`")
-    check_choices(arguments, "training")
+def check_training(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``checked`` for the trainer of ``method`` (dpo, simpo, shortest_sft); trains nothing."""
+    config: Any = SFTConfig if method == "shortest_sft" else _trl("dpo" if method == "dpo" else "simpo")[0]
+    found = checked(config, arguments, "training")
+    if method == "simpo" and found.get("loss_type", "simpo") != "simpo":
+        raise ValueError(f"`training.loss_type` is {found['loss_type']!r}; `method: simpo` means 'simpo'")
+    return found
 
 
 def _trl(method: Method) -> tuple[Any, Any]:

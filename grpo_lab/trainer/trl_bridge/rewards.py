@@ -10,12 +10,18 @@ from torch import nn
 from trl import rewards
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
-#: recipe name → what builds the reward from its arguments
-SHAPING: dict[str, Callable[..., Any]] = {
-    "soft_overlong": rewards.get_soft_overlong_punishment,  # DAPO, arXiv 2503.14476, eq. 13
-    "repetition": rewards.get_repetition_penalty_reward,
-    "cosine_scaled": rewards.get_cosine_scaled_reward,
+#: recipe name → the function of ``trl.rewards`` that builds the reward from its arguments
+SHAPING = {
+    "soft_overlong": "get_soft_overlong_punishment",  # DAPO, arXiv 2503.14476, eq. 13
+    "repetition": "get_repetition_penalty_reward",
+    "cosine_scaled": "get_cosine_scaled_reward",
 }
+
+
+def shaping(name: str) -> Callable[..., Any]:
+    """What builds it. TRL loads a parser of LaTeX with the last one, so none is loaded before it is asked for."""
+    found: Callable[..., Any] = getattr(rewards, SHAPING[name])
+    return found
 
 
 def reward_name(reward: Any) -> str:

@@ -1,0 +1,120 @@
+"""A recipe's ``data`` section → rows: by one of our loaders, or by a team's function ``"module:attribute"``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.nearest import one_of, refuse_misfit
+from grpo_lab.pipelines.model_files import is_local, looks_local
+from grpo_lab.pipelines.named_objects import load_named
+from grpo_lab.pipelines.recipe import DataSection
+from grpo_lab.reading import typed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+READ = {"file": "accuracy", "gsm8k": "accuracy", "math": "accuracy", "humaneval": "code", "mbpp": "code"}
+MADE = {"word_problems": "accuracy", "coding_tasks": "code", "proofs": "proof"}
+MADE |= {"countdown": "countdown", "sorting": "sorting"}
+"""Loaders that read their rows, and that make them → the reward that judges them."""
+LOADERS = {**{name: f"load_{name}" for name in READ}, **{name: name for name in MADE}}
+BESIDE = ("loader", "template", "limit")
+"""What a section says beside its loader's arguments."""
+
+
+def load_rows(section: DataSection, where: str = "data") -> Dataset:
+    """The rows that ``section`` describes. Raises ``ValueError`` naming the setting."""
+    load = loader_of(section.loader, f"{where}.loader")
+    place = f"`{where}` (loader {section.loader!r})"
+    refuse_misfit(load, section.arguments, place, BESIDE)
+    template = {"template": section.template} if _takes_template(load) else {}
+    try:
+        found = load(**typed(section.arguments, load, where), **template)
+    except (TypeError, ValueError, OSError) as error:
+        raise ValueError(f"{place}: {error}") from error
+    rows = found if section.loader in LOADERS else _with_prompts(found, section, bool(template), place)
+    if section.limit is not None:
+        rows = rows.select(range(min(section.limit, len(rows))))
+    return rows
+
+
+def loader_of(name: str, where: str) -> Callable[..., Any]:
+    """What loads the rows. ValueError, naming ``where``, for an unknown loader."""
+    if ":" in name:
+        found: Callable[..., Any] = load_named(name, where)
+    elif name in LOADERS:
+        found = getattr(import_module("grpo_lab.data"), LOADERS[name])
+    else:
+        raise ValueError(f"`{where}` is {name!r}{one_of(name, sorted(LOADERS))}, or 'module:attribute'")
+    return found
+
+
+def _takes_template(load: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(load).parameters
+    return "template" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
+    """What a team's loader gave, with ``prompt``, or with ``question`` for the recipe's template."""
+    from datasets import Dataset
+
+    from grpo_lab.data.prompts import find_template
+    from grpo_lab.data.rows import to_dataset
+
+    if not isinstance(found, Dataset):
+        if not (isinstance(found, list | tuple) and all(isinstance(row, Mapping) for row in found)):
+            raise ValueError(
+                f"{place} gave a {type(found).__name__}; a `datasets.Dataset` or a list of mappings is needed"
+            )
+        found = Dataset.from_list([dict(row) for row in found])
+    if not len(found):
+        raise ValueError(f"{place} gave no rows")
+    if "prompt" in found.column_names:
+        if section.template != "chat" and not own_template:
+            raise ValueError(f"{place}: `template` has no effect, since its rows have a `prompt`; leave it out")
+        return found
+    if "question" not in found.column_names:
+        raise ValueError(f"{place} gave rows with the columns {found.column_names}; `prompt`, or `question`, is needed")
+    return to_dataset(found, find_template(section.template))
+
+
+def loader_signature(name: str, where: str = "data.loader") -> inspect.Signature:
+    """What the loader ``name`` takes, with its defaults. ValueError, naming ``where``, for an unknown loader."""
+    return inspect.signature(loader_of(name, where))
+
+
+def loader_arguments() -> dict[str, list[str]]:
+    """Argument → the loaders of ours that take it."""
+    found: dict[str, list[str]] = {}
+    for loader in LOADERS:
+        for name in loader_signature(loader).parameters:
+            found.setdefault(name, []).append(loader)
+    return found
+
+
+def every_argument(section: DataSection) -> dict[str, Any]:
+    """The section's arguments and, where it says nothing, the loader's defaults; `template` stands apart."""
+    parameters = loader_signature(section.loader).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name != "template" and p.default is not p.empty}
+    return {**defaults, **section.arguments}
+
+
+def rows_here(section: DataSection, where: str) -> Any:
+    """The rows, for a dry run; None where they are on the hub and cannot be had from here."""
+    try:
+        return load_rows(section, where)
+    except ValueError as error:
+        source = section.arguments.get("source")
+        local = source is not None and (is_local(source) or looks_local(str(source)))
+        if local or section.loader not in READ or not _unreachable(error):
+            raise
+        return None
+
+
+def _unreachable(error: BaseException | None) -> bool:
+    from datasets.exceptions import DatasetsError
+
+    return error is not None and (isinstance(error, OSError | DatasetsError) or _unreachable(error.__cause__))
