@@ -181,6 +181,7 @@ def _build_trainer(job: Job, section: ModelSection, folder: str) -> None:
         args=_config(recipe, **NOT_BUILT, output_dir=folder),
         train_dataset=job.rows,
         eval_dataset=job.eval_rows,
+        processing_class=tokenizer,  # a vision model's would be looked for with its images' part
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -198,7 +199,6 @@ def _scorer(name: str) -> Any:
 def _parameters(recipe: Recipe) -> str:
     """Counted without allocating weights, from the config; a hub model that is not here is not counted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     section = recipe.model
     if section.tiny is not None:
@@ -207,7 +207,8 @@ def _parameters(recipe: Recipe) -> str:
         if (Path(section.path) / "adapter_config.json").is_file():
             return f"not counted: {section.path!r} is an adapter"
         with torch.device("meta"), parts.loading(section.path):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(section.path))
+            kind, config = parts.model_class(section.path)
+            model = kind.from_config(config)
         parts.load_tokenizer(section)
         _check_lora(section, model)
     else:

@@ -119,11 +119,20 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
         refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
         settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
         return tiny_model(**settings, tokenizer=section.tokenizer)
-    from transformers import AutoModelForCausalLM
-
     assert section.path is not None
     with loading(section.path):
-        return AutoModelForCausalLM.from_pretrained(section.path), load_tokenizer(section)
+        return model_class(section.path)[0].from_pretrained(section.path), load_tokenizer(section)
+
+
+def model_class(path: str) -> tuple[Any, Any]:
+    """transformers' class for a saved model, and its config: a language model, or one that takes images, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(path)
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind, config
+    raise ValueError(f"{path!r} holds a {config.model_type!r} model ({config.architectures}), which writes no text")
 
 
 def load_tokenizer(section: ModelSection) -> Any:

@@ -25,11 +25,10 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     """
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     _check_folder(model)
     base = _base_of_adapter(model)
-    kind: Any = AutoModelForCausalLM if base is None else AutoPeftModelForCausalLM
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
     words = tokenizer or _tokenizer_of(model, base)
     if base is not None:
@@ -37,6 +36,7 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     with parts.loading(words):
         loaded_tokenizer = AutoTokenizer.from_pretrained(words)
     with parts.loading(model):
+        kind: Any = parts.model_class(model)[0] if base is None else AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
     return loaded.to(device).eval(), loaded_tokenizer
 

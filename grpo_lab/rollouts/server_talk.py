@@ -34,11 +34,20 @@ def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, 
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            return int(response.status), response.read()
+            return int(response.status), b"".join(_pieces(response, timeout))
     except urllib.error.HTTPError as error:
         return error.code, b""
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return None, b""
+
+
+def _pieces(response: Any, seconds: float) -> Iterator[bytes]:
+    """A body as it comes; TimeoutError where it is not over in time (urllib's limit is one of each piece)."""
+    end = time.monotonic() + seconds
+    while piece := response.read1(2**16):
+        if time.monotonic() > end:
+            raise TimeoutError
+        yield piece
 
 
 def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:

@@ -77,7 +77,7 @@ class WeightCourier:
     def __init__(self, post: Callable[[str, Mapping[str, Any]], Any]) -> None:
         self._post = post
         self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
-        self._pushes = 0
+        self.pushes = 0
         self._version = ""
 
     def try_shared_memory(self) -> None:
@@ -98,8 +98,8 @@ class WeightCourier:
         self._version = ""  # a push that fails leaves the server with weights that are no longer the trainer's
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             tensors = write_shards(named_params, folder)
-            self._pushes += 1
-            version = f"{self._name}-{self._pushes}"
+            self.pushes += 1
+            version = f"{self._name}-{self.pushes}"
             reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
         for report in reports:
             if "error" in report or report.get("tensors") != tensors:
@@ -112,8 +112,8 @@ class WeightCourier:
     def note(self) -> None:
         """Name the weights that came another way (NCCL), for `is_current`."""
         self._version = ""
-        self._pushes += 1
-        version = f"{self._name}-{self._pushes}"
+        self.pushes += 1
+        version = f"{self._name}-{self.pushes}"
         self._call("grpo_lab_note_version", version=version)
         self._version = version
 

@@ -31,7 +31,7 @@ from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.schedules import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
-from grpo_lab.trainer.settings.inputs import check_requires, shared_names
+from grpo_lab.trainer.settings.inputs import check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.settings.value import check_critic
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
@@ -148,7 +148,8 @@ def prove(trainer: Any) -> None:
     with unrecorded(trainer):
         said = prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss)
         trainer.say(said)
-    for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names)):
+    uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)
+    for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
         if warning is not None:
             trainer.say(warning, level=logging.WARNING)
 

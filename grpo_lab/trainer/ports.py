@@ -149,7 +149,7 @@ class Faults:
 
 def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
     """One number for the tokens of a row, within a process."""
-    return hash((tuple(prompt), tuple(completion)))
+    return hash((tuple(map(int, prompt)), tuple(map(int, completion))))
 
 
 class Recorder:

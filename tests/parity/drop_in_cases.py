@@ -151,6 +151,14 @@ class SometimesFeedback(RolloutWithFeedback):
         return output
 
 
+class RolloutInTensors(RolloutWithFeedback):
+    """Completions as tensors, as ``model.generate`` gives them; stock TRL takes them."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        return {**output, "completion_ids": [torch.tensor(row) for row in output["completion_ids"]]}
+
+
 def score_reward(completions: list[Any], score: list[float], **_: Any) -> list[float]:
     return [value + (len(text) % 13) / 17 for value, text in zip(score, completions, strict=True)]
 
@@ -344,6 +352,7 @@ MASKS = [
         {"max_completion_length": 12, "steps_per_generation": 1},
         functools.partial(feedback, kind=SometimesFeedback),
     ),
+    Case("rollout-in-tensors", {"max_completion_length": 12}, functools.partial(feedback, kind=RolloutInTensors)),
     Case("pad_to_multiple_of", {"pad_to_multiple_of": 8}),
 ]
 BATCHES = [

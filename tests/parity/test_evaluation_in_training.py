@@ -80,6 +80,27 @@ def check(row: dict[str, Any], made: list[tuple[list[int], float]], ends: set[in
     assert not any(name.startswith("eval_update/") for name in row)
 
 
+@pytest.mark.parametrize(("rows", "told"), [(5, "5 rows × 2 completions do not fill the last batch of 4"), (6, "")])
+def test_a_last_batch_that_is_not_full_is_warned_of(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int, told: str
+) -> None:
+    """Its mean is one of two here: TRL logs the mean of the batches' means."""
+    args = LabConfig(**{**arguments(tmp_path, max_steps=1), **EVALUATED}, objective="dr_grpo")
+    seen: list[float] = []
+
+    def reward(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+        scores = [(sum(ids) % 5) / 4 for ids in completion_ids]
+        seen.extend(scores if number[0] >= 100 else [])
+        return scores
+
+    held_out = problems(rows).map(lambda row: {"number": row["number"] + 100})
+    found = train(LabTrainer, args, models["text"], reward=reward, eval_dataset=held_out)
+    assert (told in caplog.text) if told else ("do not fill" not in caplog.text)
+    logged = next(row["eval_reward"] for row in found.history if "eval_reward" in row)
+    assert len(seen) == rows * 2
+    assert (logged == pytest.approx(sum(seen) / len(seen), rel=1e-6)) == (not told)
+
+
 @pytest.mark.slow
 def test_continuous_batching_leaves_an_evaluation_one(models: dict[str, Path], tmp_path: Path) -> None:
     """Transformers' engine puts the model into training mode: the evaluation's metrics lost their ``eval_``, its rows went to the update."""

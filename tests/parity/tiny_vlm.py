@@ -62,7 +62,7 @@ def save_tiny_llava(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def with_images(models: dict[str, Path]) -> dict[str, Any]:
+def with_images(models: dict[str, Path], **more: Any) -> dict[str, Any]:
     noise = np.random.RandomState(0)
     pictures = [Image.fromarray(noise.randint(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)) for _ in range(8)]
     rows = [
@@ -73,4 +73,5 @@ def with_images(models: dict[str, Path]) -> dict[str, Any]:
         "model": LlavaForConditionalGeneration.from_pretrained(models["llava"], dtype=torch.float32),
         "processing_class": LlavaProcessor.from_pretrained(models["llava"]),
         "train_dataset": Dataset.from_list(rows),
+        **more,
     }

@@ -33,6 +33,7 @@ from grpo_lab.rollouts.engine import EngineOptions
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.serve import refuse_unsupported_model
 from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.rollouts.server_answer import check_answer
 from grpo_lab.rollouts.server_talk import ServerGone, answers, wait_until_ready
 from grpo_lab.rollouts.server_token import of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
@@ -162,9 +163,9 @@ def test_weights_that_are_not_this_run_s_are_caught(server: Server, models: Any,
 
 @pytest.mark.parametrize("value", [None, math.nan, -math.inf, -9999.0])
 def test_a_log_prob_that_is_none_is_refused(value: float | None) -> None:
-    server_client.check_answer([[[-0.5], [-1e-3]]])
+    check_answer([[[-0.5], [-1e-3]]])
     with pytest.raises(EngineFault, match="position 1 of completion 0"):
-        server_client.check_answer([[[-0.5], [value]]])
+        check_answer([[[-0.5], [value]]])
 
 
 def test_lora_is_merged_into_what_the_server_gets(server: Server, models: Any, tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import contextlib
 import functools
 import http.server
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_lab.rollouts.leftovers import own_folder
 from grpo_lab.rollouts.proof import forward_logprobs, sync_gap, tolerance_for
 from grpo_lab.rollouts.server import Server, ServerOptions
 from grpo_lab.rollouts.server_talk import ServerGone, bound_session, post_json, wait_until_ready
 from grpo_lab.rollouts.server_token import Bearer, of_trainer
 from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.rollouts.weight_files import WeightCourier, read_shards, trusted_folder, write_shards
+from grpo_lab.rollouts.weight_files import SHARED_MEMORY, WeightCourier, read_shards, trusted_folder, write_shards
 from ports import free_port
 
 REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
@@ -113,6 +117,26 @@ def test_push_that_did_not_arrive_is_an_error(workers: Workers, message: str) ->
     with pytest.raises(WeightSyncError, match=message):
         WeightCourier(workers).push([("a", torch.ones(2)), ("b", torch.ones(3))])
     assert not any(folder.exists() for folder in workers.folders)
+
+
+def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer killed −9 in a sync: before, a copy of its model stayed in the machine's memory for ever."""
+    prefix = f"grpo-lab-weights-{uuid.uuid4().hex}-"  # other runs of this machine are left alone
+    monkeypatch.setattr("grpo_lab.rollouts.weight_files.FOLDER_PREFIX", prefix)
+    killed = os.fork()
+    if killed == 0:
+        try:
+            WeightCourier(lambda *_: os.kill(os.getpid(), signal.SIGKILL)).push([("a", torch.ones(2))])
+        finally:
+            os._exit(1)
+    os.waitpid(killed, 0)
+    (left,) = SHARED_MEMORY.glob(f"{prefix}*")
+    with own_folder(prefix, SHARED_MEMORY) as living:
+        assert (left / "shard-00000.safetensors").is_file()  # it may be about to get its lock
+        monkeypatch.setattr("grpo_lab.rollouts.leftovers._OLD_S", -1)
+        WeightCourier(Workers(loaded)).push([("a", torch.ones(2))])
+        assert list(SHARED_MEMORY.glob(f"{prefix}*")) == [living]
+    assert not living.exists()
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):

@@ -22,6 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from datasets import Dataset
 from tokenizers import Tokenizer
+from transformers import TrainerCallback
 
 from grpo_lab.rollouts.claim import this_run
 from grpo_lab.rollouts.engine import EngineOptions
@@ -34,7 +35,7 @@ from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
 from grpo_lab.trainer.rollout.server_client import LabVLLMClient
 from ports import free_port
-from rollouts.server_runs import build
+from rollouts.server_runs import build, kill_during
 from rollouts.test_server import session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -195,6 +196,26 @@ def test_a_prompt_beyond_the_context_in_the_middle_of_a_run_keeps_a_checkpoint(
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
 
 
+def test_a_server_that_was_started_again_as_another_is_noticed_at_the_sync(
+    server: str, model: str, tmp_path: Path
+) -> None:
+    """Between two steps, where no request is lost; before, its completions ended elsewhere and were trained on."""
+    trainer = build(tmp_path, model, server)
+    post = functools.partial(post_json, session(server), server)
+
+    class Again(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:  # weights from the disk have no version; and the two no longer agree
+                worker_reports(post, "grpo_lab_note_version", version="")
+                trainer.model.generation_config.eos_token_id = [7, 9]
+
+    trainer.add_callback(Again())
+    with pytest.raises(
+        ServerGone, match=r"started again since the last sync(.|\n)*end-of-sequence ids(.|\n)*checkpoint of step 2"
+    ):
+        trainer.train()
+
+
 def sleeping_from(trainer: Any, generation: int, url: str, then: Callable[[], None] = lambda: None) -> None:
     """The server is put to sleep before the run's request number `generation`."""
     client, calls = trainer.vllm_generation.vllm_client, [0]
@@ -225,6 +246,19 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
         assert said in str(caught.value), str(caught.value)
     assert "checkpoint of step 2" in str(caught.value)
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
+
+
+def test_completions_that_a_sleep_broke_off_are_not_trained_on(server: str, model: str, tmp_path: Path) -> None:
+    """`/sleep` under a generation: vLLM answers 200 with what was there, `finish_reason: abort`. Before, it was trained on."""
+    trainer = build(tmp_path, model, server, max_completion_length=100, rollout={"verify_every": 0})
+    kill_during(trainer.vllm_generation.vllm_client, 3, lambda: session(server).post(f"{server}/sleep?level=1"))
+    try:
+        with pytest.raises(
+            ServerGone, match=r"completion \d was broken off after \d+ tokens(.|\n)*checkpoint of step 2"
+        ):
+            trainer.train()
+    finally:
+        session(server).post(f"{server}/wake_up")
 
 
 def test_ctrl_c_while_waiting_for_the_server_keeps_a_checkpoint(server: str, model: str, tmp_path: Path) -> None:

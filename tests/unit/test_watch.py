@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import threading
 import time
@@ -84,3 +85,25 @@ def test_a_server_that_does_not_even_answer_ends_the_wait() -> None:
     with pytest.raises(ServerGone, match="does not answer /metrics either"):
         watched(lambda: slow(3600), "http://127.0.0.1:9", silence=0.4, what="x")
     assert look("http://127.0.0.1:9").counters is None
+
+
+def test_a_page_that_comes_byte_by_byte_is_no_answer(
+    counting: tuple[type[Counting], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/metrics` at a byte a second: before, the look at it held up the answer that had come meanwhile, for hours."""
+    handler, url = counting
+
+    def dribbles(self: Any) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "200")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+
+    monkeypatch.setattr(handler, "do_GET", dribbles)
+    monkeypatch.setattr("grpo_lab.rollouts.watch.LOOK_TIMEOUT", 0.3)
+    begin = time.monotonic()
+    assert watched(lambda: slow(0.5), url, silence=1, what="x") == "answer"
+    assert time.monotonic() - begin < 5

@@ -12,7 +12,6 @@ is trained then: a finished run that is resumed stays where it is, to the bit. C
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks.placed import Placed
+from grpo_lab.trainer.resume.other_names import load_other_names, refuse_lacking
 from grpo_lab.trainer.resume.which import chosen
 from grpo_lab.trainer.trl_bridge import is_critics
 
@@ -67,6 +67,11 @@ class GoingOn(Placed):
                 raise
             said = f"`resume_from_checkpoint`: {resume_from_checkpoint} is of another model: {mismatch(error)}"
             raise ValueError(said) from error
+        load_other_names(self, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        load_other_names(self, self.state.best_model_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """transformers warns of a missing tensor in the middle of a log."""
@@ -88,19 +93,6 @@ class GoingOn(Placed):
             self._load_rng_state(self._at_its_end)
             self._total_loss_scalar += logged_loss(self.state.log_history)
         return super()._finalize_training(trial, num_train_samples, start_time)
-
-
-def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
-    """A tensor that a checkpoint lacks would stay as the start model has it.
-
-    Raises:
-        ValueError: it lacks some, and has not the same under other names (LLaVA's).
-    """
-    if len(missing) > len(unexpected):
-        raise ValueError(
-            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model ({min(missing)}, …): it is not "
-            "whole, or of another model; take another one (renamed, this one is passed over)"
-        )
 
 
 def mismatch(error: RuntimeError) -> str:

@@ -8,6 +8,7 @@ checkpoint, which takes all of them, can be written before the run ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +87,8 @@ def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None
         client = LabVLLMClient(
             settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
         )
-        check_length(generation.max_completion_length, client)
-        check_same_model(client, generation.model, generation.processing_class)
-        claim(client, folder)
+        client.meet = functools.partial(_meet, generation, client, folder)
+        client.meet()
         client.open_way(torch.device(generation.accelerator.device))
         client.decode = generation.processing_class.decode
         generation.vllm_client = client
@@ -99,6 +99,13 @@ def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None
             return talk()
 
     generation.context = on_main(generation.accelerator, talk_to_vllm)
+
+
+def _meet(generation: Any, client: LabVLLMClient, folder: str) -> None:
+    """See that the server serves this model, and nobody else."""
+    check_length(generation.max_completion_length, client)
+    check_same_model(client, generation.model, generation.processing_class)
+    claim(client, folder)
 
 
 def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:

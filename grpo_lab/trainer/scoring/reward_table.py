@@ -219,7 +219,7 @@ def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
 
 def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[bool]:
     """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
-    return [bool(ids) and ids[-1] not in end_ids for ids in completion_ids]
+    return [len(ids) > 0 and int(ids[-1]) not in end_ids for ids in completion_ids]
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:

@@ -143,6 +143,21 @@ def shared_names(names: list[str]) -> str | None:
     )
 
 
+def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
+    """A sentence to warn with where the last batch of an evaluation is not full: what is logged of it is not the mean over the rows."""
+    several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    full, ranks = args.eval_batch_size * args.world_size, args.world_size
+    uneven = [len(rows) for rows in several if hasattr(rows, "__len__") and len(rows) * group_size % full]
+    if not uneven:
+        return None
+    how = "its rows count more" if ranks == 1 else "it is filled up with rows that count twice"
+    return (
+        f"`eval_dataset`: {uneven[0]} rows × {group_size} completions do not fill the last batch of {full} "
+        f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and other means over batches are "
+        f"stock TRL's, so {how}: take a number of rows that fills it"
+    )
+
+
 def completion_limit(args: Any) -> int | None:
     """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else unknown."""
     written = args.generation_kwargs or {}

@@ -49,6 +49,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_issue_warnings_after_load": ("self", "load_result"),
+    "_load_best_model": ("self",),
     "_save": ("self", "output_dir", "state_dict"),
     "create_optimizer": ("self", "model"),
     "_get_grad_norm": ("self", "model", "grad_norm"),
