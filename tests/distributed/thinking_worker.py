@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig
-from rollouts.thinking_oracle import CLOSED, Step, Tap, TappedTrainer, odd_share, settings
+from rollouts.thinking_oracle import CLOSED, Step, Tap, TappedTrainer, odd_share, run, settings
 
 
 class Whole(Tap):
@@ -40,9 +40,6 @@ def main(model: str, out: str, kind: str) -> None:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
     )
-    trainer.tap = (Whole if kind == "fsdp2" else Tap)(trainer)
-    trainer.add_callback(trainer.tap)
-    trainer.train()
     steps = [
         {
             "aggregation": step.aggregation,
@@ -50,7 +47,7 @@ def main(model: str, out: str, kind: str) -> None:
             "gradient": step.gradient,
             "weights": {} if step.model is None else step.model.state_dict(),
         }
-        for step in trainer.tap.steps
+        for step in run(trainer, Whole if kind == "fsdp2" else Tap)
     ]
     rank = trainer.accelerator.process_index
     torch.save({"steps": steps, "history": trainer.state.log_history}, Path(out) / f"rank-{rank}.pt")

@@ -51,6 +51,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
     "python scripts/kill_anywhere.py*": "tests/training/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit",
+    "python scripts/kill_commands.py*": ("minutes", "fifty kills of five commands"),
     "python scripts/hostile_text.py*": "tests/unit/test_hostile_text.py::test_every_reward_survives_every_family",
     "python scripts/soak.py*": "tests/unit/test_soak.py::test_a_short_run_holds_what_it_holds",
     "python scripts/mutate_guards.py*": "tests/unit/test_mutate_guards.py::test_a_held_guard_and_a_loose_one_are_told_apart_and_run_once",

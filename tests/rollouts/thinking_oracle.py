@@ -80,8 +80,8 @@ class TappedTrainer(LabTrainer):
     tap: Tap
 
 
-def run(trainer: TappedTrainer) -> list[Step]:
-    trainer.tap, loss = Tap(trainer), trainer.parts.update.loss
+def run(trainer: TappedTrainer, tap: type[Tap] = Tap) -> list[Step]:
+    trainer.tap, loss = tap(trainer), trainer.parts.update.loss
 
     def tapped(model: Any, inputs: Any, *args: Any) -> torch.Tensor:
         trainer.tap.steps[-1].batches.append({k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)})

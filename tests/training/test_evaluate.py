@@ -108,14 +108,14 @@ def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.Captu
         (["--like", "/nowhere"], "no such folder or file"),
         (
             ["--data", "gsm"],
-            "must be one of coding_tasks, countdown, file, gsm8k, humaneval, math, mbpp, proofs, sorting, word_problems",
+            "did you mean 'gsm8k'? Allowed: ['coding_tasks', 'countdown', 'file', 'gsm8k', 'humaneval', 'math', 'mbpp',",
         ),
         (
             ["--data", "gsm8k", "--largest", "5"],
             "--data.largest: the loader 'gsm8k' takes source, split, system_prompt",
         ),
         (["--data", "word_problems", "--source", "x"], "--source: the loader 'word_problems' takes n, seed"),
-        (["--data", "word_problems", "--split", "heldout"], "allowed: "),
+        (["--data", "word_problems", "--split", "heldout"], "Allowed: ['test', 'cold_start', 'train']"),
     ],
 )
 def test_mistakes_are_named_before_the_model_is_loaded(

@@ -167,7 +167,7 @@ def test_the_exact_update_computes_all_rows_and_says_why(tmp_path: Path, caplog:
         binned.train()
     off = build(tmp_path, objective=MIRROR, update="off")
     off.train()
-    assert "all rows are computed: the objective's surrogate does not vanish where the advantage is zero" in caplog.text
+    assert "the surrogate `MirrorDescent`: the loss of a row does not vanish where its advantage is zero" in caplog.text
     shares = [row["update/live_share"] for row in binned.state.log_history if "update/live_share" in row]
     assert shares == [1.0] * 4
     start = weights(build(tmp_path, objective=MIRROR))

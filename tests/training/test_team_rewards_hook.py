@@ -102,7 +102,7 @@ def test_group_rewards_are_in_what_a_subclass_is_given(tiny_folder: Path, tmp_pa
         (torch.zeros(4, 2), ("shape (4, 2)", "[12, 2]")),
         (torch.zeros(12, 3), ("shape (12, 3)", "'spread', 'shortness'")),
         ([[0.0, 0.0]] * 12, ("a list",)),
-        (torch.full((12, 2), torch.inf), ("infinite", "'spread'")),
+        (torch.full((12, 2), torch.inf), ("column 'spread', returned inf for completion 0",)),
     ],
     ids=["vector", "rows", "columns", "list", "infinite"],
 )

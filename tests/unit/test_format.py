@@ -73,7 +73,11 @@ def test_of_all_orders_of_the_four_tags_one_is_right() -> None:
     assert right == [tags]
 
 
-@given(st.text(max_size=30), st.text(max_size=30))
+#: without "<": tags inside have cases of their own
+WORDS = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=30)
+
+
+@given(WORDS, WORDS)
 def test_whatever_is_inside(thinking: str, answer: str) -> None:
     expected = bool(thinking.strip()) and bool(answer.strip())
     assert ThinkFormatReward()(completions=[f"<think>{thinking}</think><answer>{answer}</answer>"]) == [float(expected)]
