@@ -15,7 +15,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any load", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
 
