@@ -52,6 +52,9 @@ test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part o
 test-fast: setup  ## the part of the suite that takes under two minutes
 	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
+docs-index: setup  ## the file index of docs/design.md, from the modules' first lines
+	$(BIN)/python scripts/file_index.py
+
 lint: setup  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""``python -m grpo_lab``: the command line, where its script is not on the path."""
+"""The command line, where its script is not on the path: python -m grpo_lab."""
 
 import sys
 

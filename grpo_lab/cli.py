@@ -1,4 +1,4 @@
-"""``grpo-lab quickstart | train | curate | long2short | rounds | evaluate | serve | report | compare``: the command line."""
+"""The command line: quickstart, train, curate, long2short, rounds, evaluate, serve, report, compare."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pipelines(commands)
     _add_measuring(commands)
 
-    from grpo_lab.rollouts import serve
+    from grpo_lab.engines.vllm import serve
 
     server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
     serve.add_arguments(server)
@@ -232,7 +232,7 @@ def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
 
 
 def _serve(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.rollouts import serve
+    from grpo_lab.engines.vllm import serve
 
     return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from grpo_lab.nearest import did_you_mean
+from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
 from grpo_lab.pipelines.rows import load_rows
-from grpo_lab.reading import read
+from grpo_lab.settings import read
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 Point = dict[str, float]

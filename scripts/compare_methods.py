@@ -26,7 +26,7 @@ from typing import Any
 from arm_report import draw, table
 from arm_runs import HeldOut, peak_memory, points_of, points_of_rounds, shared_start
 
-from grpo_lab.atomic import write_whole_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.rows import load_rows

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import grpo_lab
 from grpo_lab import LabTrainer
-from grpo_lab.atomic import write_whole_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.data import word_problems
+from grpo_lab.engines.thinking_budget import BudgetedCompletion, Generate, ThinkingBudget, budgeted_generate
+from grpo_lab.engines.transformers_engine import transformers_generate
 from grpo_lab.rewards import AccuracyReward
-from grpo_lab.rollouts.thinking_budget import BudgetedCompletion, Generate, ThinkingBudget, budgeted_generate
-from grpo_lab.rollouts.transformers_engine import transformers_generate
 
 TEXT = "\n</think>\n"
 LENGTH = 64
@@ -48,8 +48,8 @@ def teach(folder: Path) -> None:
 def engines(folder: Path, tokenizer: Any) -> dict[str, Generate]:
     from transformers import AutoModelForCausalLM
 
-    from grpo_lab.rollouts.engine import EngineOptions, engine_factory
-    from grpo_lab.rollouts.grouping import engine_generate
+    from grpo_lab.engines.grouping import engine_generate
+    from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ends = {tokenizer.eos_token_id}

@@ -16,41 +16,37 @@ from import_graph import circles, graph_of
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_lab"
 
-BASE = {"batch", "masked", "nearest", "registry"}
-MIDDLE = {"objectives", "advantages", "rewards", "update", "rollouts", "data", "curation", "diagnostics"}
+BASE = {"batch", "registry", "settings"}
+MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics"}
+UPPER = BASE | MIDDLE | {"finite", "io", "sandbox", "verifiers", "visible", "trainer"}
 ALLOWED: dict[str, set[str]] = {
-    "atomic": set(),
     "batch": set(),
-    "checkpoints": {"cores", "finite"},
-    "cores": set(),
+    "io": set(),
     "finite": set(),
-    "masked": set(),
-    "nearest": set(),
-    "reading": {"nearest"},
-    "registry": {"nearest"},
-    "verifiers": {"cores"},
+    "settings": set(),
     "visible": set(),
+    "registry": {"settings"},
+    "sandbox": {"io"},
+    "verifiers": {"io", "sandbox"},
     "objectives": BASE,
     "advantages": BASE,
     "update": BASE,
-    "rewards": BASE | {"verifiers"},
-    "data": BASE | {"verifiers"},
-    "curation": BASE | {"verifiers", "visible", "finite"},
-    "rollouts": BASE | {"verifiers", "atomic", "finite"},
+    "rewards": BASE | {"io", "verifiers", "sandbox"},
+    "data": BASE | {"io", "verifiers"},
+    "curation": BASE | {"finite", "io", "verifiers", "visible"},
+    "engines": BASE | {"finite", "io", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"verifiers", "atomic", "checkpoints", "finite", "reading"},
-    "pipelines": BASE
-    | MIDDLE
-    | {"verifiers", "visible", "atomic", "checkpoints", "trainer", "evaluation", "testing", "reading"},
-    "evaluation": BASE | MIDDLE | {"verifiers", "visible", "atomic", "finite", "trainer"},
-    "cli": BASE | MIDDLE | {"verifiers", "visible", "trainer", "pipelines", "evaluation", "testing"},
+    "trainer": BASE | MIDDLE | {"finite", "io", "verifiers", "sandbox"},
+    "evaluation": UPPER,
+    "pipelines": UPPER | {"evaluation", "testing"},
+    "cli": UPPER | {"evaluation", "testing", "pipelines"},
     "__init__": {"trainer", "objectives", "advantages"},
     "__main__": {"cli"},
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"atomic", "visible", "cores", "batch", "masked", "nearest", "registry", "objectives", "advantages"}
+PURE = {"io", "visible", "batch", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 
@@ -61,7 +57,10 @@ OWN_PROCESS = {"verifiers/math_worker.py"}
 """Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
 LIGHT = (
     "grpo_lab",
-    *(f"grpo_lab.{room}" for room in ("batch", "masked", "registry", "verifiers", *sorted(MIDDLE), "testing")),
+    *(
+        f"grpo_lab.{room}"
+        for room in ("batch", "registry", "settings", "io", "sandbox", "verifiers", *sorted(MIDDLE), "testing")
+    ),
 )
 """Importing any of these must load none of ``FORBIDDEN``."""
 FORBIDDEN = ("trl", "transformers", "vllm", "math_verify")
@@ -126,8 +125,8 @@ def wrong_arrow(found: Import) -> str | None:
         return _wrong_room(found, rest[0] if rest else "__init__")
     if top == "trl" and found.room not in ("trainer",):
         return "only grpo_lab/trainer/ knows TRL"
-    if top == "vllm" and (found.at_load or found.room not in ("rollouts", "trainer")):
-        return "vllm is imported lazily, by rollouts"
+    if top == "vllm" and (found.at_load or found.room not in ("engines", "trainer")):
+        return "vllm is imported lazily, by engines"
     apart = found.path.relative_to(PACKAGE).as_posix() in OWN_PROCESS
     if top in HEAVY and found.at_load and found.room not in MAY_LOAD_HEAVY and not apart:
         return f"{top} must be imported inside the function that needs it"
@@ -203,17 +202,17 @@ def test_every_room_has_a_row() -> None:
         ("objectives/x.py", "from grpo_lab import trainer"),
         ("objectives/x.py", "from ..trainer import LabTrainer"),
         ("advantages/x.py", "from grpo_lab.objectives.kl import k3"),
-        ("masked.py", "import transformers"),
-        ("masked.py", "import datasets"),
-        ("data/x.py", "from grpo_lab.curation import guessing"),
+        ("io.py", "import transformers"),
+        ("registry.py", "import datasets"),
+        ("data/x.py", "from grpo_lab.curation import pass_rate"),
         ("rewards/x.py", "def f():\n    import trl"),
         ("rewards/x.py", "import math_verify"),
         ("rewards/x.py", "try:\n    import math_verify\nexcept ImportError:\n    pass"),
-        ("rollouts/x.py", "import vllm"),
+        ("engines/x.py", "import vllm"),
         ("evaluation/x.py", "from trl import GRPOTrainer"),
         ("trainer/x.py", "from grpo_lab.pipelines import r1"),
         ("trainer/x.py", "from grpo_lab.testing import tiny_model"),
-        ("batch.py", "from grpo_lab import masked"),
+        ("batch.py", "from grpo_lab import registry"),
         ("attic/x.py", "from grpo_lab import batch"),
     ],
 )
@@ -226,12 +225,12 @@ def test_a_wrong_arrow_is_seen(place: str, source: str) -> None:
     ("place", "source"),
     [
         ("trainer/x.py", "import trl"),
-        ("rollouts/x.py", "def f():\n    from vllm import LLM"),
+        ("engines/x.py", "def f():\n    from vllm import LLM"),
         ("rewards/x.py", "from grpo_lab.verifiers import Verdict"),
         ("testing/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
         (
             "objectives/x.py",
-            "import torch, math\nfrom grpo_lab.masked import safe\nfrom grpo_lab.objectives.kl import k3",
+            "import torch, math\nfrom grpo_lab.batch import safe\nfrom grpo_lab.objectives.kl import k3",
         ),
         ("cli.py", "from grpo_lab import __version__, trainer"),
     ],

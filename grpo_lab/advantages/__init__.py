@@ -8,18 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.advantages.batch_zscore import BatchZScore
 from grpo_lab.advantages.gae import GAE, gae, reads_values
-from grpo_lab.advantages.group_max import GroupMax
-from grpo_lab.advantages.group_mean import GroupMean
-from grpo_lab.advantages.group_zscore import GroupZScore
-from grpo_lab.advantages.leave_one_out import LeaveOneOut
-from grpo_lab.advantages.level import level_of, reads_steps, token_rule
+from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
-from grpo_lab.advantages.raw import Raw
-from grpo_lab.advantages.returns import Returns
-from grpo_lab.advantages.reward_to_go import reward_to_go
-from grpo_lab.advantages.whiten import Moments, masked_moments, whiten
+from grpo_lab.advantages.returns import Returns, reward_to_go
+from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, token_rule, whiten
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.

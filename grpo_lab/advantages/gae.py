@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.reward_to_go import reward_to_go
-from grpo_lab.batch import RewardTable
-from grpo_lab.masked import safe
+from grpo_lab.advantages.returns import reward_to_go
+from grpo_lab.batch import RewardTable, safe
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group_zscore import GroupZScore
+from grpo_lab.advantages.group import GroupZScore
 from grpo_lab.advantages.groups import DEVIATIONS, check_epsilon, check_std, group_average
 from grpo_lab.batch import RewardTable
 

@@ -1,4 +1,7 @@
-"""REINFORCE's return: the reward comes at the end, and a token is paid the less, the further it is from there."""
+"""REINFORCE's return: the reward comes at the end, and a token is paid the less, the further it is from there.
+
+Reward-to-go: every token gets what the policy's tokens from there on are paid.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group_max import GroupMax
-from grpo_lab.advantages.group_mean import GroupMean
-from grpo_lab.advantages.group_zscore import GroupZScore
-from grpo_lab.advantages.leave_one_out import LeaveOneOut
-from grpo_lab.advantages.raw import Raw
-from grpo_lab.advantages.reward_to_go import reward_to_go
-from grpo_lab.batch import RewardTable
+from grpo_lab.advantages.group import GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.batch import RewardTable, safe
+
+
+def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, where n(t,s) is the number of own tokens from t (inclusive) to s (exclusive).
+
+    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps, pay nothing and get 0. Computed by
+    doubling (after pass k a token holds its next 2ᵏ own tokens), so T tokens take log₂ T passes and every number is a sum of T
+    terms at most.
+
+    Args:
+        values: ``[B, T]``; read only where ``mask`` is True.
+        mask: bool ``[B, T]``.
+        gamma: discount in [0, 1] per own token.
+    """
+    if not (math.isfinite(gamma) and 0 <= gamma <= 1):
+        raise ValueError(f"gamma is {gamma}; a discount lies in [0, 1]")
+    order = (~mask).long().argsort(dim=1, stable=True)  # own tokens first, in their order
+    summed = safe(values, mask).gather(1, order)
+    width, reach = summed.size(1), 1
+    while reach < width:
+        ahead = torch.nn.functional.pad(summed[:, reach:], (0, reach))
+        summed = summed + gamma**reach * ahead
+        reach *= 2
+    return torch.zeros_like(summed).scatter(1, order, summed).masked_fill(~mask, 0.0)
+
 
 DELTAS: dict[str, Callable[[], Any]] = {
     "raw": Raw,
@@ -66,6 +89,3 @@ class Returns:
         last = (place * mask).amax(dim=1, keepdim=True)
         paid = torch.where(mask & (place == last), row.unsqueeze(1), torch.zeros_like(row).unsqueeze(1))
         return reward_to_go(paid, mask, self.gamma)
-
-
-__all__ = ["DELTAS", "Returns"]

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_lab.curation.balancing import balance as balance
     from grpo_lab.curation.contamination import Contamination as Contamination
     from grpo_lab.curation.contamination import EvaluationIndex as EvaluationIndex
     from grpo_lab.curation.contamination import contaminated as contaminated
@@ -16,29 +15,30 @@ if TYPE_CHECKING:
     from grpo_lab.curation.curriculum import UniformThenHardSampler as UniformThenHardSampler
     from grpo_lab.curation.duplicates import Deduplicated as Deduplicated
     from grpo_lab.curation.duplicates import deduplicate as deduplicate
-    from grpo_lab.curation.guessing import answer_only as answer_only
-    from grpo_lab.curation.guessing import guess_rates as guess_rates
-    from grpo_lab.curation.guessing import guessable as guessable
     from grpo_lab.curation.kinds import question_kind as question_kind
-    from grpo_lab.curation.long2short import Sampled as Sampled
-    from grpo_lab.curation.long2short import preference_pairs as preference_pairs
-    from grpo_lab.curation.long2short import sampled as sampled
-    from grpo_lab.curation.long2short import shortest_correct as shortest_correct
     from grpo_lab.curation.pass_rate import PassRate as PassRate
     from grpo_lab.curation.pass_rate import Written as Written
+    from grpo_lab.curation.pass_rate import answer_only as answer_only
+    from grpo_lab.curation.pass_rate import guess_rates as guess_rates
+    from grpo_lab.curation.pass_rate import guessable as guessable
     from grpo_lab.curation.pass_rate import keep_band as keep_band
     from grpo_lab.curation.pass_rate import pass_rates as pass_rates
     from grpo_lab.curation.prioritized import PrioritizedSampler as PrioritizedSampler
+    from grpo_lab.curation.rejection import Sampled as Sampled
     from grpo_lab.curation.rejection import contrast_pairs as contrast_pairs
+    from grpo_lab.curation.rejection import preference_pairs as preference_pairs
     from grpo_lab.curation.rejection import right_answers as right_answers
-    from grpo_lab.curation.report import CurationReport as CurationReport
-    from grpo_lab.curation.report import FilterOutcome as FilterOutcome
+    from grpo_lab.curation.rejection import sampled as sampled
+    from grpo_lab.curation.rejection import shortest_correct as shortest_correct
     from grpo_lab.curation.rounds import RoundSampler as RoundSampler
+    from grpo_lab.curation.selection import CurationReport as CurationReport
+    from grpo_lab.curation.selection import FilterOutcome as FilterOutcome
     from grpo_lab.curation.selection import Selection as Selection
+    from grpo_lab.curation.selection import balance as balance
     from grpo_lab.curation.weights import average_weights as average_weights
 
 _HOME = {
-    "balance": "balancing",
+    "balance": "selection",
     "Contamination": "contamination",
     "EvaluationIndex": "contamination",
     "contaminated": "contamination",
@@ -47,14 +47,14 @@ _HOME = {
     "UniformThenHardSampler": "curriculum",
     "Deduplicated": "duplicates",
     "deduplicate": "duplicates",
-    "answer_only": "guessing",
-    "guess_rates": "guessing",
-    "guessable": "guessing",
+    "answer_only": "pass_rate",
+    "guess_rates": "pass_rate",
+    "guessable": "pass_rate",
     "question_kind": "kinds",
-    "Sampled": "long2short",
-    "preference_pairs": "long2short",
-    "sampled": "long2short",
-    "shortest_correct": "long2short",
+    "Sampled": "rejection",
+    "preference_pairs": "rejection",
+    "sampled": "rejection",
+    "shortest_correct": "rejection",
     "PassRate": "pass_rate",
     "Written": "pass_rate",
     "keep_band": "pass_rate",
@@ -62,8 +62,8 @@ _HOME = {
     "PrioritizedSampler": "prioritized",
     "contrast_pairs": "rejection",
     "right_answers": "rejection",
-    "CurationReport": "report",
-    "FilterOutcome": "report",
+    "CurationReport": "selection",
+    "FilterOutcome": "selection",
     "RoundSampler": "rounds",
     "Selection": "selection",
     "average_weights": "weights",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
 
-from grpo_lab.curation.words import MASK, masked, words_of
+from grpo_lab.curation.duplicates import MASK, masked, words_of
 
 Reason = Literal["exact", "ngram", "other_numbers", "masked_ngram", "near"]
 

@@ -10,6 +10,12 @@ The file is JSON lines: a header with the settings, then one line a problem, app
 batch. A run that was killed goes on with the problems that have no line yet; a torn last line is cut off. Problems
 are recognised by their content and by what the model is given for them (`rendered`), so the order of the data may change,
 equal problems are sampled once, and another chat template makes other problems of them.
+
+Problems whose answer can be guessed.
+
+A problem is guessable if one of 8 tries *without reasoning* is right. Kimi k1.5 (section 2.1) removes these as "easy
+to hack": a rollout could be rewarded for a wrong way to the right answer. The report gives the 8 tries; the wording of
+the request is ours.
 """
 
 from __future__ import annotations
@@ -21,11 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.curation.progress import progress_of
 from grpo_lab.curation.sample_file import PassRate as PassRate
 from grpo_lab.curation.sample_file import Written as Written
-from grpo_lab.curation.sample_file import opened, rate_of
-from grpo_lab.verifiers.correct import CORRECT_FROM, checked_scores
+from grpo_lab.curation.sample_file import opened, progress_of, rate_of
+from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
@@ -168,3 +173,60 @@ def _check(problems: Sequence[Problem], n: int, batch_size: int, prompt_column: 
             raise ValueError(
                 f"problem {row} has no column {prompt_column!r} (prompt_column); its columns: {sorted(problem)}"
             )
+
+
+ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"
+
+
+def guess_rates(
+    problems: Sequence[Problem],
+    generate: Generate,
+    score: Score,
+    tries: int = 8,
+    *,
+    request: str = ANSWER_ONLY,
+    prompt_column: str = "prompt",
+    path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    success_at: float = 1.0,
+    batch_size: int = 32,
+    progress: bool = True,
+    rendered: Rendered | None = None,
+) -> list[PassRate]:
+    """Pass rates of the problems with `request` added to every prompt; arguments as in `pass_rates`.
+
+    `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
+    template's thinking has to be off.
+    """
+    asked = [{**problem, prompt_column: answer_only(problem[prompt_column], request)} for problem in problems]
+    return pass_rates(
+        asked,
+        generate,
+        score,
+        tries,
+        path=path,
+        settings={**(settings or {}), "request": request},
+        success_at=success_at,
+        batch_size=batch_size,
+        prompt_column=prompt_column,
+        progress=progress,
+        label="guesses",
+        rendered=rendered,
+    )
+
+
+def guessable(rates: Sequence[PassRate]) -> list[bool]:
+    """Which problems were right in at least one try."""
+    return [rate.successes > 0 for rate in rates]
+
+
+def answer_only(prompt: Any, request: str = ANSWER_ONLY) -> Any:
+    """The prompt with the request after its text, or after the last user message of a message list."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n\n{request}"
+    messages = [dict(message) for message in prompt]
+    for message in reversed(messages):
+        if message.get("role") == "user" and isinstance(message.get("content"), str):
+            message["content"] = f"{message['content']}\n\n{request}"
+            return messages
+    raise ValueError("a prompt is a string or a message list with a user message whose content is text")

@@ -7,14 +7,94 @@
 
 Filters see all rows, so the order of the filters decides only to which one a dropped row is put down: the first that
 refused it. What else would have refused it is counted as well.
+
+The same number of rows from every domain.
+
+Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects and difficulties without saying how; a cap on every
+domain with a random choice inside it is the plainest way and ours.
+
+What curation dropped and why: counts for every filter with examples. On the terminal here, as a page in
+`evaluation/curation_page.py`.
+
+Questions come from data sets and answers from models, so nothing in them is trusted: no escape sequence reaches the
+terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_lab.curation.report import CurationReport, DroppedExample, FilterOutcome
+from grpo_lab.visible import visible
+
+
+@dataclass(frozen=True)
+class DroppedExample:
+    """A row that a filter dropped, as the report shows it: its number, its text cut to a readable length, why it went."""
+
+    row: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FilterOutcome:
+    """One filter: `before` rows came in, `dropped` of them went; `refused` counts all rows of the data that it would
+    have dropped, those included that an earlier filter had dropped."""
+
+    name: str
+    setting: str
+    before: int
+    dropped: int
+    refused: int
+    examples: tuple[DroppedExample, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """dropped / before, 0 where nothing came in."""
+        return self.dropped / self.before if self.before else 0.0
+
+
+@dataclass(frozen=True)
+class CurationReport:
+    """A curation in numbers: rows that came in, rows kept, what each filter did, and notes in words."""
+
+    title: str
+    rows: int
+    kept: int
+    filters: tuple[FilterOutcome, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=True)
+
+    def print(self, console: Any = None) -> None:
+        """Show the report on a terminal (rich); `console` is a `rich.console.Console`, by default a new one."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = console or Console()
+        table = Table(title=Text(f"{self.title}: {self.kept:,} of {self.rows:,} rows kept"))
+        for heading in ("filter", "rule"):
+            table.add_column(heading)
+        for heading in ("before", "dropped", "share", "refused of all"):
+            table.add_column(heading, justify="right")
+        for one in self.filters:
+            counts = (f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}")
+            table.add_row(Text(visible(one.name)), Text(visible(one.setting)), *counts)
+        console.print(table)
+        for one in self.filters:
+            for example in one.examples[:2]:
+                line = " ".join(visible(example.text).split())[:160]
+                reason = f" ({visible(example.reason)[:120]})" if example.reason else ""
+                console.print(Text(f"{one.name}, row {example.row}{reason}: {line}", style="dim"))
+        for note in self.notes:
+            console.print(Text(visible(note)))
+
 
 _EXAMPLES = 5
 _SHOWN_CHARACTERS = 600
@@ -111,3 +191,60 @@ def _spread(indices: list[int], count: int) -> list[int]:
     if len(indices) <= count:
         return indices
     return [indices[position * len(indices) // count] for position in range(count)]
+
+
+def balance(
+    rows: Sequence[Mapping[str, Any]],
+    by: str | Callable[[Mapping[str, Any]], Hashable],
+    per_domain: int | Mapping[Any, int] | None = None,
+    seed: int = 0,
+) -> list[bool]:
+    """Which rows to keep so that no domain has more than its share.
+
+    Args:
+        rows: the data.
+        by: the column that names the domain, or a function of the row. A row without a value (`is_missing`) is of no
+            domain: it is not kept, and never the smallest one.
+        per_domain: rows a domain may keep, one number for all or one for each domain; None takes the size of the
+            smallest domain. A domain with fewer rows keeps all it has.
+        seed: which rows of a domain stay depends on this and on nothing of the other domains.
+    Raises: ValueError for a missing column, rows of which none has a value, a negative number or a domain that a
+        `per_domain` mapping does not name.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        if isinstance(by, str) and by not in row:
+            raise ValueError(f"row {index} has no column {by!r} to balance by; its columns: {sorted(row)}")
+        domain = row[by] if isinstance(by, str) else by(row)
+        if not is_missing(domain):
+            members.setdefault(domain, []).append(index)
+    if rows and not members:
+        raise ValueError(f"none of the {len(rows)} rows has a value of {by!r} to balance by")
+    keep = [False] * len(rows)
+    for domain, indices in members.items():
+        share = _share(domain, members, per_domain)
+        chosen = random.Random(f"{seed}/{domain}").sample(indices, min(share, len(indices)))
+        for index in chosen:
+            keep[index] = True
+    return keep
+
+
+def is_missing(value: Any) -> bool:
+    """True for what names no domain: None, NaN, an empty text."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
+def _share(
+    domain: Hashable, members: Mapping[Hashable, Sequence[int]], per_domain: int | Mapping[Any, int] | None
+) -> int:
+    if per_domain is None:
+        return min(len(indices) for indices in members.values())
+    if isinstance(per_domain, Mapping):
+        if domain not in per_domain:
+            raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
+        share = per_domain[domain]
+    else:
+        share = per_domain
+    if share < 0:
+        raise ValueError(f"per_domain={share} for domain {domain!r} is negative")
+    return share

@@ -21,8 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
-from grpo_lab.data.rows import to_dataset
-from grpo_lab.data.splits import checked_range, checked_split, split_of
+from grpo_lab.data.rows import checked_range, checked_split, split_of, to_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset

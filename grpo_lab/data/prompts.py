@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from grpo_lab.nearest import one_of
+from grpo_lab.settings import one_of
 
 Message = dict[str, str]
 Prompt = str | list[Message]

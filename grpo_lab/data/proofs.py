@@ -1,7 +1,7 @@
 """Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
 
 A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open assumption, or made
-a premise. Then it is written down in the format of ``grpo_lab.verifiers.natural_deduction``.
+a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``.
 **Splits are disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
 """
 
@@ -14,9 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
-from grpo_lab.data.rows import to_dataset
-from grpo_lab.data.splits import checked_range, checked_split, split_of
-from grpo_lab.verifiers.formula import FALSE, Formula, write
+from grpo_lab.data.rows import checked_range, checked_split, split_of, to_dataset
+from grpo_lab.verifiers.logic import FALSE, Formula, write
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,6 +1,8 @@
 """Rows of a question-answer data set, from a hub name, a local folder or one file.
 
 The reading is the same for every data set; what its columns mean stands in ``gsm8k.py`` and ``math.py``.
+
+Which split a made problem belongs to: its own content says so, whatever the seeds and sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from grpo_lab.data.prompts import PromptTemplate
 
 if TYPE_CHECKING:
     from datasets import Dataset
+import hashlib
+
+from grpo_lab.data.word_problem_stories import SPLITS
+from grpo_lab.settings import one_of
 
 Row = dict[str, Any]
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -168,3 +174,25 @@ def one_type(values: list[Any]) -> list[Any]:
     if kinds == {int, float}:
         return [None if value is None else float(value) for value in values]
     return [None if value is None else str(value) for value in values]
+
+
+_OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
+
+
+def split_of(content: str) -> str:
+    """``train`` (half of all content), ``cold_start`` (three tenths) or ``test``, by the hash of ``content``."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return _OF_TENTH[int.from_bytes(digest[:8], "big") % len(_OF_TENTH)]
+
+
+def checked_split(split: str) -> str:
+    if split not in SPLITS:
+        raise ValueError(f"`split` is {split!r}{one_of(split, SPLITS)}")
+    return split
+
+
+def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[int, int]:
+    """``(fewest, most)`` with ``low <= fewest <= most <= high``."""
+    if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
+        raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
+    return pair[0], pair[1]

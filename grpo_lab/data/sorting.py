@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
-from grpo_lab.nearest import one_of
+from grpo_lab.settings import one_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

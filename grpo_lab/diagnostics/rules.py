@@ -57,7 +57,7 @@ KL_HIGH = 1.0
 """Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
 
 DRIFT = 0.1
-"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16 (``grpo_lab.rollouts.proof``)."""
+"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16 (``grpo_lab.engines.weights.proof``)."""
 
 CLIPPED = 0.2
 """Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths."""

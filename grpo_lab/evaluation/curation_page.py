@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation import CurationReport
-from grpo_lab.curation.report import DroppedExample, FilterOutcome
+from grpo_lab.curation.selection import DroppedExample, FilterOutcome
 from grpo_lab.evaluation.page import Bar, Card, Page, Section, Table, about, settings_section
 
 Rows = Sequence[Mapping[str, Any]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.io import write_whole, write_whole_text
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.evaluation.answers import ReadAnswer, answer_reader
-from grpo_lab.evaluation.generation import (
+from grpo_lab.engines.sampler import (
     Completion,
     Generate,
     GenerationStopped,
@@ -20,9 +19,9 @@ from grpo_lab.evaluation.generation import (
     render_prompt,
     too_long,
 )
-from grpo_lab.evaluation.outcomes import Kind, Outcome, as_text
+from grpo_lab.evaluation.outcomes import Kind, Outcome, ReadAnswer, answer_reader, as_text
 from grpo_lab.evaluation.result import EvaluationResult
-from grpo_lab.verifiers.correct import checked_scores
+from grpo_lab.verifiers.verdict import checked_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.answers import vote_key
 from grpo_lab.evaluation.files import write_json
-from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, write_outcomes
+from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, vote_key, write_outcomes
 from grpo_lab.evaluation.statistics import (
     Interval,
     Vote,
@@ -23,7 +22,7 @@ from grpo_lab.evaluation.statistics import (
     paired_difference,
     pass_at_k,
 )
-from grpo_lab.rewards.working import works_out
+from grpo_lab.rewards.arithmetic.steps import works_out
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from grpo_lab.evaluation.health import verdicts
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, settings_section
 from grpo_lab.evaluation.panels import EVALUATIONS, panel_figures, unit_of
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
-from grpo_lab.evaluation.run_record import EVALUATION, LONG2SHORT, RunRecord
+from grpo_lab.evaluation.run_record import EVALUATION, LONG2SHORT, RunRecord, verdicts
 from grpo_lab.evaluation.samples import choose_samples
 from grpo_lab.evaluation.terminal import comparison_rows, describe_sampling
 

@@ -15,10 +15,9 @@ from grpo_lab.objectives.aggregation import (
     token_mean,
 )
 from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped
+from grpo_lab.objectives.clipped import Clipped, LiteralRow, Unclipped
 from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
 from grpo_lab.objectives.kl_control import AdaptiveKL
-from grpo_lab.objectives.literal import LiteralRow
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
 from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, is_ours, preset, register_objective, surrogate
@@ -31,7 +30,6 @@ from grpo_lab.objectives.ratios import (
     token_log_ratio,
 )
 from grpo_lab.objectives.reinforce import Reinforce
-from grpo_lab.objectives.unclipped import Unclipped
 
 __all__ = [
     "AGGREGATIONS",

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.batch import Denominators
-from grpo_lab.masked import masked_row_mean, masked_sum
+from grpo_lab.batch import Denominators, masked_row_mean, masked_sum
 
 Aggregation = Callable[[Tensor, Tensor, Denominators], Tensor]
 """``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``. One with an attribute ``local_denominator = True`` divides by

@@ -1,4 +1,13 @@
-"""PPO's clipped surrogate, with separate ends and DAPO/INTELLECT's two-sided bound."""
+"""PPO's clipped surrogate, with separate ends and DAPO/INTELLECT's two-sided bound.
+
+Importance-weighted policy gradient without a trust region.
+
+A completion as plain numbers: what a formula written out over single floats reads.
+
+The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method
+``literal(row, t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
+that defines it (a subclass that changes the tensors would not be what its parent wrote out). Without one nothing is compared.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,22 @@ import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
-from grpo_lab.objectives.literal import LiteralRow
+
+
+@dataclass(frozen=True)
+class LiteralRow:
+    """The tokens of one completion that carry loss, in order.
+
+    Args:
+        logps, old_logps: log-probs in nats, one a token.
+        log_ratios: log of the importance ratio at the objective's level, one a token.
+        advantage: of the completion.
+    """
+
+    logps: list[float]
+    old_logps: list[float]
+    log_ratios: list[float]
+    advantage: float
 
 
 @dataclass(frozen=True)
@@ -71,3 +95,18 @@ class Clipped:
 
     def _bounded(self, ratio: Tensor) -> Tensor:
         return ratio if self.delta is None else ratio.clamp(max=self.delta)
+
+
+@dataclass(frozen=True)
+class Unclipped:
+    """loss_t = −ρ_t · Â.
+
+    Source: CS336 lecture 17 ("unclipped"); the surrogate of TRPO (arXiv 1502.05477, eq. 3) without its constraint.
+    """
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -batch.ratio * batch.advantages
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        return -math.exp(row.log_ratios[t]) * row.advantage

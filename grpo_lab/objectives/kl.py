@@ -31,8 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
-from grpo_lab.masked import masked_sum, safe
+from grpo_lab.batch import TokenBatch, masked_sum, safe
 from grpo_lab.objectives.kl_control import AdaptiveKL
 
 Estimator = Literal["k1", "k2", "k3", "k1_clamped"]

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
-from grpo_lab.masked import masked_sum, safe
-from grpo_lab.objectives.literal import LiteralRow
+from grpo_lab.batch import TokenBatch, masked_sum, safe
+from grpo_lab.objectives.clipped import LiteralRow
 
 
 @dataclass(frozen=True)

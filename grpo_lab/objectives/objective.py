@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.masked import safe
+from grpo_lab.batch import Denominators, TokenBatch, safe
 from grpo_lab.objectives.aggregation import Aggregation
 from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT

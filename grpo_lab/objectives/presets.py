@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_lab import registry
-from grpo_lab.nearest import did_you_mean
 from grpo_lab.objectives.aggregation import AGGREGATIONS
 from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped
+from grpo_lab.objectives.clipped import Clipped, Unclipped
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
 from grpo_lab.objectives.reinforce import Reinforce
-from grpo_lab.objectives.unclipped import Unclipped
+from grpo_lab.settings import did_you_mean
 
 
 @dataclass(frozen=True)

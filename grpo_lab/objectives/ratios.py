@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_lab.masked import masked_row_mean, masked_sum, safe
+from grpo_lab.batch import masked_row_mean, masked_sum, safe
 
 SamplerMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RATIO_LEVELS: tuple[str, ...] = ("token", "sequence", "sequence_token", "product")

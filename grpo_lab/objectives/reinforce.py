@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
-from grpo_lab.objectives.literal import LiteralRow
+from grpo_lab.objectives.clipped import LiteralRow
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.generation import context_of_config, render_prompt, too_long
+from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.recipe import ColdStartSection, ModelSection, Recipe

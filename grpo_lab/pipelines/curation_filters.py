@@ -19,14 +19,14 @@ from grpo_lab.curation import (
     pass_rates,
     question_kind,
 )
-from grpo_lab.curation.balancing import is_missing
+from grpo_lab.curation.selection import is_missing
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.rows import load_rows, rows_here
 from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.pipelines.stop_requests import StopRequests
-from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 SCORES = (
     "kind",

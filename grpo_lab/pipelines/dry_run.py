@@ -16,7 +16,7 @@ from grpo_lab.pipelines.job import Job
 from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
-from grpo_lab.trainer.named_parts import with_class_parts, with_declared_rewards
+from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 

@@ -6,13 +6,13 @@ import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.evaluation.generation import context_of_config
-from grpo_lab.nearest import one_of
+from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.pipelines.context_room import cut_to_fit
 from grpo_lab.pipelines.parts import trainer_class
 from grpo_lab.pipelines.recipe import ColdStartSection, Recipe
 from grpo_lab.pipelines.rows import MADE, load_rows, rows_here
 from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.settings import one_of
 from grpo_lab.trainer.supervised.cold_start import check_cold_start, check_rows
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
-from grpo_lab.reading import read
+from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
 WORD_PROBLEMS = 500

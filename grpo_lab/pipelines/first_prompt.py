@@ -12,7 +12,7 @@ from grpo_lab.pipelines.recipe import ModelSection, Recipe
 
 def first_prompt(recipe: Recipe, rows: Any) -> str:
     """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
-    from grpo_lab.evaluation.generation import render_prompt
+    from grpo_lab.engines.sampler import render_prompt
 
     prompt = rows[0]["prompt"]
     own = own_tokenizer(recipe.model)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lab import LabTrainer
-from grpo_lab.checkpoints import broken_weights
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_room, tokenizer_and_config
 from grpo_lab.pipelines.early_checks import check_columns, check_trackers, cold_start_rows
@@ -18,7 +17,8 @@ from grpo_lab.pipelines.model_files import check_place
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.rows import load_rows, rows_here
 from grpo_lab.pipelines.run_folder import refuse_folder
-from grpo_lab.trainer.door import given
+from grpo_lab.trainer.arguments import given
+from grpo_lab.trainer.resume.whole import broken_weights
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_lab.pipelines.recipe import EvaluationSection
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.reading import read
+from grpo_lab.settings import read
 
 _TRAINING = {"max_completion_length": 512, "seed": 42}
 _LONG2SHORT = {"max_completion_length": 512, "seed": 0}

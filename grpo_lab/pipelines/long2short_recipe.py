@@ -21,7 +21,7 @@ from grpo_lab.pipelines.recipe import (
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Hours, Number, Positive, Switch, read, settings
+from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, Positive, Switch, read, settings
 
 
 @settings()

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_lab.atomic import no_link
+from grpo_lab.io import no_link
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing is in it but the lock, and the half of a first file where a kill fell (``grpo_lab.atomic``)."""
+    """Whether nothing is in it but the lock, and the half of a first file where a kill fell (``grpo_lab.io``)."""
     return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 

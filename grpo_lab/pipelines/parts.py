@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.nearest import one_of, refuse_misfit, refuse_unknown, refuse_unknown_arguments
 from grpo_lab.pipelines.model_files import is_local, looks_local
 from grpo_lab.pipelines.named_objects import load_named, working_folder_on_path
 from grpo_lab.pipelines.recipe import (
@@ -19,7 +18,7 @@ from grpo_lab.pipelines.recipe import (
     RewardSection,
 )
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
-from grpo_lab.reading import hints_of, typed
+from grpo_lab.settings import hints_of, one_of, refuse_misfit, refuse_unknown, refuse_unknown_arguments, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset

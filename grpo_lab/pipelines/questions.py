@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.evaluation.generation import context_of_config
+from grpo_lab.engines.sampler import context_of_config
+from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import check_held_out, shortest_prompt, tokenizer_and_config
 from grpo_lab.pipelines.model_files import check_place
 from grpo_lab.pipelines.recipe import DataSection, EvaluationSection, ModelSection, RewardSection
 from grpo_lab.pipelines.rows import load_rows, rows_here
 from grpo_lab.pipelines.sampler import SamplingSettings, no_room
-from grpo_lab.rollouts.engine import EngineOptions
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.reading import (
+from grpo_lab.settings import (
     NULL_IS_DEFAULT,
     Count,
     Float,

@@ -13,13 +13,13 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.checkpoints import SAVING, step_of
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
 from grpo_lab.pipelines.strict_yaml import parsed
-from grpo_lab.trainer.resume.due_evaluation import FILE as EVALUATION_DUE
+from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
 from grpo_lab.trainer.resume.which import newest_read
+from grpo_lab.trainer.resume.whole import SAVING, step_of
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.atomic import whole_folder
 from grpo_lab.curation import Sampled, pass_rates
 from grpo_lab.evaluation.files import write_json_lines
+from grpo_lab.io import whole_folder
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.questions import Questions
@@ -27,8 +27,8 @@ from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.pipelines.stop_requests import StopRequests, identity_of
-from grpo_lab.trainer.resume.supervised import StoppableTraining
-from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.trainer.supervised.stoppable import StoppableTraining
+from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 STOPPED = "stopped"

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_lab.curation import Sampled, contrast_pairs, right_answers
 from grpo_lab.curation.rejection import normalised
 from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
-from grpo_lab.rewards.equation_list import calculates_right, equation_list
+from grpo_lab.rewards.arithmetic.steps import calculates_right, equation_list
 
 GOLD = "worked_solution"
 """Column of the reference solutions that `keep.gold` learns from."""

@@ -12,7 +12,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_lab.nearest import one_of
 from grpo_lab.pipelines.recipe import (
     STRICT_ACCURACY,
     ColdStartSection,
@@ -25,7 +24,7 @@ from grpo_lab.pipelines.recipe import (
 )
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.reading import NULL_IS_DEFAULT, Hours, Positive, Switch, read, settings
+from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Positive, Switch, one_of, read, settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "rft": {"rounds": {"count": 1, "train_from": "base"}, "keep": {"gold": True, "right_calculations": True}},

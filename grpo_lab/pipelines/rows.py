@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.nearest import one_of, refuse_misfit
 from grpo_lab.pipelines.model_files import is_local, looks_local
 from grpo_lab.pipelines.named_objects import load_named
 from grpo_lab.pipelines.recipe import DataSection
-from grpo_lab.reading import typed
+from grpo_lab.settings import one_of, refuse_misfit, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from grpo_lab.atomic import no_link
+from grpo_lab.io import no_link
 
 
 def problems_in(file: Path) -> int:

@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Any
 
 from grpo_lab.curation import Written
-from grpo_lab.evaluation.generation import (
+from grpo_lab.engines.sampler import (
     Completion,
     TransformersGenerator,
     in_form_of,
@@ -20,7 +20,7 @@ from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.model_files import check_place, model_files
 from grpo_lab.pipelines.parts import loading
 from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
-from grpo_lab.reading import Positive, Switch, Temperature, Whole, settings
+from grpo_lab.settings import Positive, Switch, Temperature, Whole, settings
 
 console = Terminal()
 
@@ -77,7 +77,7 @@ class ModelSampler:
     def _start_vllm(self, model: str) -> None:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+        from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
         refuse_no_tokenizer(model)
         with loading(model):
@@ -133,7 +133,7 @@ class ModelSampler:
         if not self.settings.use_vllm:
             generate = TransformersGenerator(self.model, self.tokenizer, self.settings.batch_size, progress=False)
             return generate(ids, n=n, temperature=self.settings.temperature, max_new_tokens=limit, seed=seed)
-        from grpo_lab.rollouts.sampling import engine_samples
+        from grpo_lab.engines.sampler import engine_samples
 
         sampled = engine_samples(
             self.model,

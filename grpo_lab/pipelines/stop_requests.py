@@ -32,7 +32,7 @@ from grpo_lab.trainer.resume.stop import (
     is_of_an_earlier_run,
     remove,
 )
-from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
+from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 
 log = logging.getLogger("grpo_lab")
 

@@ -11,8 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
-from grpo_lab.evaluation.health import last_verdict, left_out
-from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import evaluation_tokens

@@ -9,19 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "AccuracyReward": "accuracy",
-    "BoxedReward": "boxed",
+    "AccuracyReward": "math.accuracy",
+    "BoxedReward": "math.published",
     "CodeReward": "code",
     "CoinReward": "coin",
     "CountdownReward": "countdown",
-    "HashesReward": "hashes",
+    "HashesReward": "math.published",
     "ThinkFormatReward": "format",
     "KimiLengthReward": "length",
     "kimi_length_reward": "length",
-    "LanguageConsistencyReward": "language",
+    "LanguageConsistencyReward": "language.reward",
     "GroupReward": "protocol",
-    "group_reward": "group_function",
-    "EquationSteps": "equation_steps",
+    "group_reward": "group",
+    "EquationSteps": "arithmetic.steps",
     "ProofReward": "proof",
     "SplitStepReward": "steps",
     "SortingReward": "sorting",
@@ -29,7 +29,7 @@ _HOMES = {
     "TokenClassificationSteps": "token_classification",
     "step_reward": "steps",
     "steps_as_outcome": "steps",
-    "worked_out": "working",
+    "worked_out": "arithmetic.steps",
 }
 
 __all__ = [
@@ -57,23 +57,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from grpo_lab.rewards.accuracy import AccuracyReward
-    from grpo_lab.rewards.boxed import BoxedReward
+    from grpo_lab.rewards.arithmetic.steps import EquationSteps, worked_out
     from grpo_lab.rewards.code import CodeReward
     from grpo_lab.rewards.coin import CoinReward
     from grpo_lab.rewards.countdown import CountdownReward
-    from grpo_lab.rewards.equation_steps import EquationSteps
     from grpo_lab.rewards.format import ThinkFormatReward
-    from grpo_lab.rewards.group_function import group_reward
-    from grpo_lab.rewards.hashes import HashesReward
-    from grpo_lab.rewards.language import LanguageConsistencyReward
+    from grpo_lab.rewards.group import group_reward
+    from grpo_lab.rewards.language.reward import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
+    from grpo_lab.rewards.math.accuracy import AccuracyReward
+    from grpo_lab.rewards.math.published import BoxedReward, HashesReward
     from grpo_lab.rewards.proof import ProofReward
     from grpo_lab.rewards.protocol import GroupReward
     from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps
-    from grpo_lab.rewards.working import worked_out
 
 
 def __getattr__(name: str) -> Any:

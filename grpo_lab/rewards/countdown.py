@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lab.rewards.answer_block import answer_block
 from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.program_text import answer_block
 
 MOST_CHARACTERS, MOST_DEPTH, MOST_DIGITS = 500, 50, 18
 _TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*/()]))")

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
-from grpo_lab.verifiers.correct import CORRECT_FROM
+from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 __all__ = ["KimiLengthReward", "kimi_length_reward"]
 

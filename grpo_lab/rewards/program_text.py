@@ -1,4 +1,7 @@
-"""The program in a completion: its last fenced block, else what is in its last ``<answer>``, else all of it."""
+"""The program in a completion: its last fenced block, else what is in its last ``<answer>``, else all of it.
+
+The part of a completion that answers: inside its last ``<answer>``, else its last fenced block, else all of it.
+"""
 
 from __future__ import annotations
 
@@ -119,4 +122,14 @@ class _Blocks:
         return False
 
 
-__all__ = ["fenced_blocks", "program_text"]
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+def answer_block(completion: str) -> str:
+    """What stands before the last ``</think>`` is not looked at; an ``<answer>`` that is never closed reaches to the end."""
+    text = completion.rpartition("</think>")[2]
+    _, marked, answer = text.rpartition(_OPEN)
+    if marked:
+        return answer.partition(_CLOSE)[0]
+    blocks = fenced_blocks(text)
+    return blocks[-1][1] if blocks else text

@@ -13,10 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lab.rewards.answer_block import answer_block
 from grpo_lab.rewards.completion import completion_text
-from grpo_lab.verifiers.formula import Formula, NoFormula, read
-from grpo_lab.verifiers.natural_deduction import NotAProof, check
+from grpo_lab.rewards.program_text import answer_block
+from grpo_lab.verifiers.logic import Formula, NoFormula, NotAProof, check, read
 
 _FIRST, _NUMBERED = re.compile(r"^\s*1[.):]"), re.compile(r"^\s*[0-9]{1,4}[.):]")
 _TURNSTILE = re.compile(r"\|-|⊢")

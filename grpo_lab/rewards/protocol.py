@@ -18,21 +18,100 @@ A team writes one in five lines::
 
 In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts and refuses
 with the reason where these cannot be whole groups. Source: ours (asked for in trl #3896).
+
+What a group reward may be declared as: said where it is written down, and not after the first generation.
+
+Finding whole groups among the rows that one process holds, or saying why there are none.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, Literal, cast
 
 from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.declaration import check_requires, refuse_waiting
-from grpo_lab.rewards.local_groups import local_group_sizes
-from grpo_lab.verifiers.correct import checked_scores
+from grpo_lab.verifiers.verdict import checked_scores
 
-__all__ = ["Group", "GroupReward", "Scope", "scope_of", "score_groups"]
+
+def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name: str) -> list[tuple[int, int]]:
+    """``(start, size)`` of each group among local rows, from runs of equal prompts.
+
+    With ``num_generations`` every run must be a multiple of it (the same question may be drawn twice in a row). Without
+    it, in a single process, all runs must be equally long and longer than 1: no other reading is safe.
+    """
+    runs: list[tuple[int, int]] = []
+    for row, prompt in enumerate(prompts):
+        if runs and prompts[runs[-1][0]] == prompt:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((row, 1))
+    lengths = sorted({size for _, size in runs})
+    advice = (
+        "Stock TRL calls rewards on each process's local rows, so a group that is split over processes reaches its group "
+        "reward in pieces. Use grpo_lab.LabTrainer, which gathers first and scores whole groups"
+    )
+    if num_generations is None:
+        processes = _processes()
+        if processes > 1:
+            raise ValueError(
+                f"{name} sees only this process's rows (1 of {processes}) and cannot tell whether its groups are whole. "
+                f"{advice}; or give {name} `num_generations`, so that it can check"
+            )
+        if len(lengths) > 1 or lengths == [1]:
+            raise ValueError(
+                f"{name} cannot find whole groups: runs of equal prompts have lengths {lengths} (expected one length, > 1; "
+                f"give `num_generations` if one prompt can come twice in a row). {advice}"
+            )
+        return runs
+    if any(size % num_generations for size in lengths):
+        raise ValueError(
+            f"{name} needs whole groups of num_generations={num_generations}, but the local rows hold runs of equal "
+            f"prompts of lengths {lengths}. {advice}"
+        )
+    return [(start + offset, num_generations) for start, size in runs for offset in range(0, size, num_generations)]
+
+
+def _processes() -> int:
+    """How many processes train together, as far as one of them can tell."""
+    torch_distributed = import_module("torch.distributed")
+    if torch_distributed.is_available() and torch_distributed.is_initialized():
+        return int(torch_distributed.get_world_size())
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_waiting(call: Any, what: str) -> None:
+    """ValueError for an ``async def``: whole groups are scored on every rank, one after the other, and nobody awaits."""
+    while isinstance(call, partial):
+        call = call.func
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None)):  # noqa: B004
+        raise ValueError(
+            f"{what} is an `async def`, and nobody awaits it: `score_group` gives its numbers at once. Write it as `def` and "
+            "wait inside (`asyncio.run`), or make what waits a completion reward, which may be `async def` in "
+            "`reward_funcs`, and name that in `requires`"
+        )
+
+
+def check_requires(requires: Any) -> None:
+    """ValueError unless ``requires`` is a tuple of names; a bare string would be read as its letters."""
+    if isinstance(requires, str) or not all(isinstance(name, str) for name in requires):
+        raise ValueError(f"`requires` is {requires!r}; it is a tuple of reward names, such as ('accuracy_reward',)")
+
+
+def check_decorated(score: Any) -> None:
+    """ValueError for what ``@group_reward`` cannot stand on: an ``async def``, no function, a function without a name."""
+    refuse_waiting(score, getattr(score, "__qualname__", repr(score)))
+    if not callable(score) or not hasattr(score, "__qualname__"):
+        raise ValueError(
+            f"@group_reward decorates a function of one group, got {score!r}; settings are named: "
+            "`@group_reward(requires=('accuracy_reward',))`. An object with settings derives from GroupReward"
+        )
+
 
 Scope = Literal["completion", "group", "step"]
 Values = list[float | None]

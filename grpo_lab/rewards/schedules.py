@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from grpo_lab.nearest import did_you_mean, refuse_unknown
+from grpo_lab.settings import did_you_mean, refuse_unknown
 
 __all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from", "weight_in_words"]
 

@@ -9,24 +9,23 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_lab.nearest import refuse_unknown
-from grpo_lab.trainer.ranks.limit import hold_time_limit
+from grpo_lab.settings import refuse_unknown
+from grpo_lab.trainer.ranks.watch import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import NOT_TRLS, algorithm_from
-from grpo_lab.trainer.settings.batch_sizes import check_batch_sizes
-from grpo_lab.trainer.settings.beside_trl import (
+from grpo_lab.trainer.settings.conflicts import (
     agree_on_advantages,
     agree_with_trl,
+    check_batch_sizes,
+    check_choices,
     clip_in_force,
     refuse_contradictions,
     refuse_token_weights,
 )
-from grpo_lab.trainer.settings.choices import check_choices
 from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import with_registered
-from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, named_by
-from grpo_lab.trainer.settings.reference import check_kl, reference_every
-from grpo_lab.trainer.settings.sampling import check_sampling_correction
-from grpo_lab.trainer.settings.stopping import max_hours, stop_file
+from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, max_hours, named_by, stop_file
+from grpo_lab.trainer.settings.rollout import check_sampling_correction
+from grpo_lab.trainer.settings.value import check_kl, reference_every
 
 
 @dataclass

@@ -24,27 +24,25 @@ from trl.trainer import grpo_trainer
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.arguments import given
 from grpo_lab.trainer.critic.files import save_beside, take_up
 from grpo_lab.trainer.critic.optimizer import with_critics_groups
-from grpo_lab.trainer.door import given
+from grpo_lab.trainer.generation.engine import engine_class
+from grpo_lab.trainer.generation.prompt_fit import check_room
+from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
 from grpo_lab.trainer.metrics.as_trl import TrlBook
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
-from grpo_lab.trainer.resume.checkpoint import save_whole
+from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import GoingOn
-from grpo_lab.trainer.resume.saved_arguments import picklable
-from grpo_lab.trainer.rollout.engine import engine_class
-from grpo_lab.trainer.rollout.prompt_fit import check_room
-from grpo_lab.trainer.rollout.server import checkpoint_if_server_gone
-from grpo_lab.trainer.scoring.advantages import put_advantages, row_advantages
+from grpo_lab.trainer.scoring.advantages import put_advantages, row_advantages, trl_advantages
 from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.critic import credited, valued
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness
-from grpo_lab.trainer.scoring.stages import record, rewards_of_all, score
-from grpo_lab.trainer.scoring.trl_advantages import trl_advantages
+from grpo_lab.trainer.scoring.scored import record, rewards_of_all, score
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import with_lost_loss
 from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss

@@ -11,25 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.arguments import Given
 from grpo_lab.trainer.critic.build import with_critic
 from grpo_lab.trainer.critic.files import WithTheBest
 from grpo_lab.trainer.critic.optimizer import CriticAlone
-from grpo_lab.trainer.door import Given
+from grpo_lab.trainer.exactness.loss_proof import prove_loss
+from grpo_lab.trainer.generation.engine import SyncProof
+from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
+from grpo_lab.trainer.generation.prompt_order import PromptOrder
+from grpo_lab.trainer.generation.thinking import thinking_rollout
 from grpo_lab.trainer.metrics.book import unrecorded
-from grpo_lab.trainer.metrics.health_line import HealthLine
-from grpo_lab.trainer.metrics.progress import one_line_for
-from grpo_lab.trainer.prompts.sampler import PromptOrder
-from grpo_lab.trainer.proof.loss_proof import prove_loss
-from grpo_lab.trainer.resume.due_evaluation import DueEvaluation
+from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.resume.stop import StopOnRequest
-from grpo_lab.trainer.rollout.engine import SyncProof
-from grpo_lab.trainer.rollout.prompt_fit import check_training_prompts
-from grpo_lab.trainer.rollout.thinking import thinking_rollout
-from grpo_lab.trainer.scoring.kl_control import KLController
-from grpo_lab.trainer.scoring.kl_penalty import check_kl_in_reward
+from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
+from grpo_lab.trainer.scoring.kl_penalty import KLController, check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
-from grpo_lab.trainer.scoring.schedules import WeightSchedules
+from grpo_lab.trainer.scoring.reward_table import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
 from grpo_lab.trainer.settings.inputs import check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.settings.value import check_critic

@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
+from grpo_lab.sandbox.pool import Limits, Outcome, WorkerPool
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
-from grpo_lab.verifiers.exact_numbers import compare_numbers
-from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
-from grpo_lab.verifiers.pool import Limits, Outcome, WorkerPool
+from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 

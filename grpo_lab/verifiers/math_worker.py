@@ -10,7 +10,7 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from grpo_lab.verifiers.plain_numbers import decimals_compared
+from grpo_lab.verifiers.exact_numbers import decimals_compared
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own (signal) time limit is off; ours is on
 

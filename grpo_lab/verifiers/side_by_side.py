@@ -15,7 +15,7 @@ import re
 from fractions import Fraction
 
 from grpo_lab.verifiers.canonical import SPACED_UNITS, TEXT_GROUP, UNITS, canonical, is_unit_word, prose_words
-from grpo_lab.verifiers.plain_numbers import is_plain_number
+from grpo_lab.verifiers.exact_numbers import is_plain_number
 from grpo_lab.verifiers.quantity import exact_value, in_digits, is_value_word, read_quantity
 
 _SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")

@@ -1,9 +1,16 @@
-"""What a mathematical comparison can come to."""
+"""What a mathematical comparison can come to.
+
+What a score is, for training, samplers, pass rates, the length reward and evaluation alike: a number or None, correct from 1 on.
+"""
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Verdict(StrEnum):
@@ -27,3 +34,68 @@ class MathVerdict:
     @property
     def equal(self) -> bool:
         return self.verdict is Verdict.EQUAL
+
+
+CORRECT_FROM = 1.0
+"""A score at or above this is correct. Accuracy rewards give 1.0 or 0.0; partial credit is not a solved problem."""
+
+
+def as_number(value: Any) -> float | None:
+    """A score as Python's own float (numpy's and torch's numbers are taken, too), ±inf where it is too large for one; None stays.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it is no number. Text is none, even if it could be read as one.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str | bytes):
+        raise TypeError("text")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def checked_scores(
+    values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
+) -> list[float | None]:
+    """What ``who`` returned for ``count`` completions: a number or None each.
+
+    Args:
+        infinite: ±inf is handed on; whoever asks deals with it.
+        nan: NaN is handed on.
+
+    Raises:
+        ValueError: in one line: who, what was seen and where, what is allowed.
+    """
+    try:
+        number = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
+    except TypeError:  # a number, a tensor without dimensions, a coroutine
+        number = None
+    form = f"it must return a list with one number or None per completion ({count})"
+    if number is None:
+        raise ValueError(f"{who} returned a {type(values).__name__}; {form}")
+    if number != count:
+        raise ValueError(f"{who} returned {number} rewards for {count} completions; {form}")
+    return [_checked(value, place, who, infinite, nan) for place, value in enumerate(values)]
+
+
+def _checked(value: Any, place: int, who: str, infinite: bool, nan: bool) -> float | None:
+    try:
+        found = as_number(value)
+    except (TypeError, ValueError, RuntimeError):
+        found, infinite, nan = math.nan, False, False
+    if found is None or math.isfinite(found) or (nan if math.isnan(found) else infinite):
+        return found
+    raise ValueError(
+        f"{who} returned {_shown(value)} for completion {place}; allowed are finite numbers, or None for a completion that cannot be "
+        "scored"
+    )
+
+
+def _shown(value: Any) -> str:
+    """In one short line; of what Python does not write out (a whole number of thousands of digits) its type."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except ValueError:
+        return f"<{type(value).__name__}>"

@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from gpu_checks.runner import Row, Setting
 from gpu_checks.update import adapter
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rollouts.proof import tolerance_for
+from grpo_lab.engines.weights.proof import tolerance_for
 from grpo_lab.testing import tiny_tokenizer
 
 GROUPS, DEAD, UNTIMED = 8, 5, 2

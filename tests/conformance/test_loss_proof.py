@@ -12,7 +12,7 @@ from torch import Tensor
 from conformance.test_preset_rows import KLS, objective
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, Clipped, DetachedWeight, KLTerm, Objective, Unclipped
-from grpo_lab.trainer.proof.loss_proof import is_sum_over_rows, prove_loss, vanishes_without_advantage
+from grpo_lab.trainer.exactness.loss_proof import is_sum_over_rows, prove_loss, vanishes_without_advantage
 
 
 @pytest.mark.parametrize("kl", [*KLS, KLTerm(0.1, "k1"), KLTerm(0.1, "k1", "reward")], ids=str)

@@ -17,9 +17,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_lab.trainer.carried import POSITION_OFFSET
+from grpo_lab.trainer.rows import COLUMNS, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
-from grpo_lab.trainer.step.row_numbers import COLUMNS, RowNumbers
-from grpo_lab.trainer.step.row_table import RowTable
 from grpo_lab.update import Plan, plan_update
 
 CASES = 100

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from distributed.test_real_run import check, logged, run
 from distributed.test_real_run import start as start
-from grpo_lab.rollouts.proof import tolerance_for
+from grpo_lab.engines.weights.proof import tolerance_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -30,7 +30,7 @@ from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
 from grpo_lab.trainer.config import LabConfig
-from grpo_lab.trainer.settings.schedules import reward_schedules
+from grpo_lab.trainer.settings.parse import reward_schedules
 
 LANGUAGES = ("python", "yaml", "bash", "text")
 PAGES = pages()

@@ -24,9 +24,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.exactness.bin_probe import MaskProbe, apart_from_dropout
+from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch
 from grpo_lab.trainer.step import exact_update, micro_batch
-from grpo_lab.trainer.step.mask_probe import MaskProbe, apart_from_dropout
-from grpo_lab.trainer.step.model_conditions import RandomnessWatch
 from parity.harness import arguments, mixed_reward, problems, train
 
 COPIES, CALLS, PROJECTIONS, ERROR = 50, 40, 8, 1e-4

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.masked import masked_sum, safe
+from grpo_lab.batch import Denominators, TokenBatch, masked_sum, safe
 from parity.harness import Run, arguments, movement_difference, train
 
 

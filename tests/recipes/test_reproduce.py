@@ -10,7 +10,7 @@ import yaml
 
 from grpo_lab.data import load_gsm8k, load_math
 from grpo_lab.data.prompts import TEMPLATES
-from grpo_lab.evaluation.generation import render_prompt
+from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.pipelines.dry_run import dry_run
 from grpo_lab.pipelines.recipe import read_recipe
 

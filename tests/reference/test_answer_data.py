@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.rewards import AccuracyReward
-from grpo_lab.rewards.accuracy import Judgement
+from grpo_lab.rewards.math.accuracy import Judgement
 
 pytestmark = pytest.mark.slow
 DOC = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "accuracy_reward.md"

@@ -56,7 +56,7 @@ def start_engine(vllm_or_skip: None, checkpoint: Callable[[str], Path]) -> Calla
         import torch
         from transformers import AutoModelForCausalLM
 
-        from grpo_lab.rollouts.engine import EngineOptions, engine_factory
+        from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
         folder = checkpoint(name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.rollouts.grouping import EngineFault, engine_generate, prefill_tokens
-from grpo_lab.rollouts.proof import draw_probe, forward_logprobs, prove_sync, sync_gap, tolerance_for
-from grpo_lab.rollouts.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner
-from grpo_lab.rollouts.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
+from grpo_lab.engines.grouping import EngineFault, engine_generate, prefill_tokens
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
+from grpo_lab.engines.weights.proof import draw_probe, forward_logprobs, prove_sync, sync_gap, tolerance_for
+from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -178,7 +178,7 @@ def test_engine_leaves_the_process_as_it_found_it(start_engine: Callable[..., An
 
 
 def test_head_size_without_a_kernel_is_refused(vllm_or_skip: None, tiny_folder: Any) -> None:
-    from grpo_lab.rollouts.engine import EngineOptions, engine_factory, runs_on_cpu
+    from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory, runs_on_cpu
 
     if not runs_on_cpu():
         pytest.skip("head sizes are limited on the CPU build only")

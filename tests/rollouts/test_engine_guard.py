@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 from vllm import SamplingParams
 
-from grpo_lab.rollouts.proof import differing_tensors
-from grpo_lab.rollouts.sync import WeightSyncError, engine_model, push_weights
-from grpo_lab.trainer.rollout import engine
+from grpo_lab.engines.weights.proof import differing_tensors
+from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, push_weights
+from grpo_lab.trainer.generation import engine
 from rollouts.test_lab_trainer_vllm import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from grpo_lab.rollouts.engine import GIB, EngineOptions, rank_seed
-from grpo_lab.rollouts.server import ServerOptions, server_command, server_environment
+from grpo_lab.engines.vllm.engine import GIB, EngineOptions, rank_seed
+from grpo_lab.engines.vllm.server import ServerOptions, server_command, server_environment
 
 
 def test_cpu_defaults_are_written_out() -> None:
@@ -80,7 +80,7 @@ def test_server_command_stays_on_this_machine(on_cpu: bool, monkeypatch: pytest.
     assert "--enable-prefix-caching" in text
     assert ("--no-enforce-eager" in text) is not on_cpu
     assert "trust" not in text
-    assert "--middleware grpo_lab.rollouts.server_entry.Guard --allowed-origins [] --disable-fastapi-docs" in text
+    assert "--middleware grpo_lab.engines.vllm.entry.Guard --allowed-origins [] --disable-fastapi-docs" in text
     environment = server_environment(ServerOptions("model", allow_hosts=("node7",)), "t" * 43, "/tmp/mine")
     assert environment["VLLM_RPC_BASE_PATH"] == "/tmp/mine"
     assert {"RANK", "VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION"}.isdisjoint(environment)
@@ -95,8 +95,8 @@ def test_port_outside_the_allowed_range_is_refused() -> None:
 
 def test_rollouts_load_neither_vllm_nor_trl() -> None:
     program = (
-        "import sys, pkgutil, importlib, grpo_lab.rollouts as r\n"
-        "for m in pkgutil.iter_modules(r.__path__): importlib.import_module('grpo_lab.rollouts.' + m.name)\n"
+        "import sys, pkgutil, importlib, grpo_lab.engines as r\n"
+        "for m in pkgutil.iter_modules(r.__path__): importlib.import_module('grpo_lab.engines.' + m.name)\n"
         "bad = {'vllm', 'trl', 'transformers', 'math_verify', 'requests'} & set(sys.modules)\n"
         "sys.exit(f'loaded {bad}' if bad else 0)"
     )

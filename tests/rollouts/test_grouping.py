@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lab.rollouts.grouping import (
+from grpo_lab.engines.grouping import (
     EngineFault,
     GroupedEngine,
     engine_generate,

@@ -28,17 +28,16 @@ from safetensors.torch import load_file
 
 from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rollouts import weight_files
-from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.rollouts.serve import refuse_unsupported_model
-from grpo_lab.rollouts.server import Server, ServerOptions
-from grpo_lab.rollouts.server_answer import check_answer
-from grpo_lab.rollouts.server_talk import ServerGone, answers, wait_until_ready
-from grpo_lab.rollouts.server_token import of_trainer
-from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.engines.vllm.serve import refuse_unsupported_model
+from grpo_lab.engines.vllm.server import Server, ServerOptions
+from grpo_lab.engines.vllm.talk import ServerGone, answers, check_answer, wait_until_ready
+from grpo_lab.engines.vllm.token import of_trainer
+from grpo_lab.engines.weights import weight_files
+from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.rollout import server_client
+from grpo_lab.trainer.generation import server_client
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from ports import free_port
 from rollouts.server_runs import Moves, build, kill_during, logged, poison
@@ -349,7 +348,7 @@ def info(device: str, **changes: Any) -> dict[str, Any]:
     return {
         "device_config": {"device": device},
         "weight_transfer_config": {"backend": "nccl"} if device == "cuda" else None,
-        "parallel_config": {"worker_extension_cls": "grpo_lab.rollouts.server_worker.WeightLoading"},
+        "parallel_config": {"worker_extension_cls": "grpo_lab.engines.vllm.worker.WeightLoading"},
         **changes,
     }
 

@@ -14,10 +14,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 from datasets import Dataset
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.rollouts.sync import WeightSyncError
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.rollout import engine
+from grpo_lab.trainer.generation import engine
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from rollouts.server_runs import Moves, logged, poison
 
@@ -106,7 +106,7 @@ def test_eight_steps_of_a_real_pretrained_model(checkpoint: Callable[[str], Path
 
 def test_a_stale_tied_head_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap of ENVIRONMENT.md: reload_weights moves the table and leaves the packed head behind."""
-    from grpo_lab.rollouts import sync
+    from grpo_lab.engines.weights import sync
 
     monkeypatch.setattr(sync, "repack_tied", lambda model: [])
     trainer = build(tmp_path, "qwen2", tie=True)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_lab.rollouts.engine_tensors import engine_tensors, tied_modules, trainer_names
-from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.rollouts.proof import (
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.weights.proof import (
     SyncGap,
     TensorDifference,
     describe,
@@ -22,7 +21,15 @@ from grpo_lab.rollouts.proof import (
     sync_gap,
     tolerance_for,
 )
-from grpo_lab.rollouts.sync import WeightSyncError, copied, missing_tensors, repack_tied
+from grpo_lab.engines.weights.sync import (
+    WeightSyncError,
+    copied,
+    engine_tensors,
+    missing_tensors,
+    repack_tied,
+    tied_modules,
+    trainer_names,
+)
 
 
 def test_gap_by_hand() -> None:
@@ -202,7 +209,7 @@ def test_stream_is_copied_before_it_is_handed_over() -> None:
 
 
 def test_engine_without_packing_needs_no_repair() -> None:
-    from grpo_lab.rollouts.sync import needs_repair
+    from grpo_lab.engines.weights.sync import needs_repair
 
     def llm(model: nn.Module) -> Any:
         runner = SimpleNamespace(get_model=lambda: model)
@@ -215,7 +222,7 @@ def test_engine_without_packing_needs_no_repair() -> None:
 
 def test_every_tensor_of_a_cache_is_cleared_of_nan() -> None:
     """Attention has one tensor a layer, a layer with a state several."""
-    from grpo_lab.rollouts.sync import clear_cache
+    from grpo_lab.engines.weights.sync import clear_cache
 
     caches = [torch.full((2, 3), math.nan), [torch.full((2,), math.inf), torch.ones(4)]]
     clear_cache(SimpleNamespace(kv_caches=caches))

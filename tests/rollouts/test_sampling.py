@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.evaluation.generation import TransformersGenerator, render_prompt
+from grpo_lab.engines.sampler import TransformersGenerator, engine_samples, render_prompt
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
-from grpo_lab.rollouts.sampling import engine_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

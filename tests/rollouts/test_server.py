@@ -20,13 +20,19 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.rollouts.leftovers import own_folder
-from grpo_lab.rollouts.proof import forward_logprobs, sync_gap, tolerance_for
-from grpo_lab.rollouts.server import Server, ServerOptions
-from grpo_lab.rollouts.server_talk import ServerGone, bound_session, post_json, wait_until_ready
-from grpo_lab.rollouts.server_token import Bearer, of_trainer
-from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.rollouts.weight_files import SHARED_MEMORY, WeightCourier, read_shards, trusted_folder, write_shards
+from grpo_lab.engines.vllm.leftovers import own_folder
+from grpo_lab.engines.vllm.server import Server, ServerOptions
+from grpo_lab.engines.vllm.talk import ServerGone, bound_session, post_json, wait_until_ready
+from grpo_lab.engines.vllm.token import Bearer, of_trainer
+from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance_for
+from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.engines.weights.weight_files import (
+    SHARED_MEMORY,
+    WeightCourier,
+    read_shards,
+    trusted_folder,
+    write_shards,
+)
 from ports import free_port
 
 REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
@@ -122,7 +128,7 @@ def test_push_that_did_not_arrive_is_an_error(workers: Workers, message: str) ->
 def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer killed −9 in a sync: before, a copy of its model stayed in the machine's memory for ever."""
     prefix = f"grpo-lab-weights-{uuid.uuid4().hex}-"  # other runs of this machine are left alone
-    monkeypatch.setattr("grpo_lab.rollouts.weight_files.FOLDER_PREFIX", prefix)
+    monkeypatch.setattr("grpo_lab.engines.weights.weight_files.FOLDER_PREFIX", prefix)
     killed = os.fork()
     if killed == 0:
         try:
@@ -133,7 +139,7 @@ def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(mo
     (left,) = SHARED_MEMORY.glob(f"{prefix}*")
     with own_folder(prefix, SHARED_MEMORY) as living:
         assert (left / "shard-00000.safetensors").is_file()  # it may be about to get its lock
-        monkeypatch.setattr("grpo_lab.rollouts.leftovers._OLD_S", -1)
+        monkeypatch.setattr("grpo_lab.engines.vllm.leftovers._OLD_S", -1)
         WeightCourier(Workers(loaded)).push([("a", torch.ones(2))])
         assert list(SHARED_MEMORY.glob(f"{prefix}*")) == [living]
     assert not living.exists()
@@ -226,7 +232,7 @@ def test_real_server_takes_weights_and_answers_with_the_trainer_s_policy(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from grpo_lab.rollouts.engine import EngineOptions
+    from grpo_lab.engines.vllm.engine import EngineOptions
 
     folder = checkpoint("qwen2-tied")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.rollouts import server_access, server_token
-from grpo_lab.rollouts.server_access import ROUTES, Guard
-from grpo_lab.rollouts.server_calls import CHECKED
-from grpo_lab.rollouts.server_token import VARIABLE, default_file, of_server, of_trainer, read, write
+from grpo_lab.engines.vllm import access as server_access
+from grpo_lab.engines.vllm import token as server_token
+from grpo_lab.engines.vllm.access import ROUTES, Guard
+from grpo_lab.engines.vllm.calls import CHECKED
+from grpo_lab.engines.vllm.token import VARIABLE, default_file, of_server, of_trainer, read, write
 
 TOKEN = "t" * 43
 GOOD = {"host": "127.0.0.1:8000", "authorization": f"Bearer {TOKEN}"}
@@ -259,8 +260,8 @@ def test_what_is_checked_is_what_is_called() -> None:
 
 
 def test_every_method_of_the_worker_is_in_the_list_and_no_other() -> None:
-    from grpo_lab.rollouts.server_calls import METHODS
-    from grpo_lab.rollouts.server_worker import WeightLoading
+    from grpo_lab.engines.vllm.calls import METHODS
+    from grpo_lab.engines.vllm.worker import WeightLoading
 
     ours = {name: method for name, method in vars(WeightLoading).items() if name.startswith("grpo_lab_")}
     assert ours.keys() == METHODS.keys()

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="TRL's client asks for vLLM; `make setup-vllm` installs the CPU build")
 
-from grpo_lab.rollouts.grouping import EngineFault
-from grpo_lab.rollouts.server_talk import ServerGone
-from grpo_lab.trainer.rollout.server_client import LabVLLMClient
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm.talk import ServerGone
+from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from grpo_lab.trainer.settings.rollout import ServerSettings
 
 PROMPTS = [[5, 6, 7], [9, 10]]

@@ -24,16 +24,16 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from transformers import TrainerCallback
 
-from grpo_lab.rollouts.claim import this_run
-from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.rollouts.server import Server, ServerOptions
-from grpo_lab.rollouts.server_talk import ServerGone, answers, post_json
-from grpo_lab.rollouts.server_token import of_trainer
-from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.rollouts.weight_files import WeightCourier, worker_reports
+from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.engines.vllm.server import Server, ServerOptions
+from grpo_lab.engines.vllm.talk import ServerGone, answers, post_json
+from grpo_lab.engines.vllm.token import of_trainer
+from grpo_lab.engines.vllm.worker import this_run
+from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.engines.weights.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.rollout.prompt_fit import PromptTooLong
-from grpo_lab.trainer.rollout.server_client import LabVLLMClient
+from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
+from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from ports import free_port
 from rollouts.server_runs import build, kill_during
 from rollouts.test_server import session

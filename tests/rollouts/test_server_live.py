@@ -28,12 +28,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 
 import requests
 
-from grpo_lab.rollouts.claim import this_run
-from grpo_lab.rollouts.server_access import ROUTES
-from grpo_lab.rollouts.server_talk import answers, wait_until_ready
-from grpo_lab.rollouts.server_token import default_file, of_trainer, read
+from grpo_lab.engines.vllm.access import ROUTES
+from grpo_lab.engines.vllm.talk import answers, wait_until_ready
+from grpo_lab.engines.vllm.token import default_file, of_trainer, read
+from grpo_lab.engines.vllm.worker import this_run
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.rollout.server_client import LabVLLMClient
+from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from ports import free_port
 from rollouts.server_runs import build, kill_during
 

@@ -15,8 +15,9 @@ pytest.importorskip("uvicorn", reason="uvicorn comes with vLLM, which is not ins
 
 import uvicorn
 
-from grpo_lab.rollouts import server_access, server_reader
-from grpo_lab.rollouts.server_access import Guard
+from grpo_lab.engines.vllm import access as server_access
+from grpo_lab.engines.vllm import reader as server_reader
+from grpo_lab.engines.vllm.access import Guard
 from ports import free_port
 from rollouts.test_server_access import TOKEN, Application
 

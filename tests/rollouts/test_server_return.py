@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.rollouts.server_restart import Restart, words_of
-from grpo_lab.rollouts.server_talk import ServerGone, TokenRefused, wait_until_ready
-from grpo_lab.rollouts.sync import WeightSyncError
-from grpo_lab.trainer.rollout import server
-from grpo_lab.trainer.rollout.server_return import LOSSES, ServerReturn
+from grpo_lab.engines.vllm.restart import Restart, words_of
+from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_ready
+from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation.server_return import LOSSES, ServerReturn
 from grpo_lab.trainer.settings.rollout import ServerSettings
 from ports import free_port
 
@@ -92,7 +92,7 @@ def answering(port: int, status: int = 200, said: str = "") -> Iterator[None]:
 def test_a_start_that_fails_is_tried_again_and_one_that_hands_over_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_lab.rollouts.server_restart.PAUSE", 0.05)
+    monkeypatch.setattr("grpo_lab.engines.vllm.restart.PAUSE", 0.05)
     port, counted = free_port(), tmp_path / "counted"
     wait = functools.partial(wait_until_ready, f"http://127.0.0.1:{port}")
     broken = Restart(python(f'open("{counted}", "a").write("x"); print("port in use"); exit(3)'), tmp_path / "log")

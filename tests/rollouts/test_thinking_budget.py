@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lab.rollouts.thinking_budget import (
+from grpo_lab.engines.thinking_budget import (
     QWEN3_STOP_TEXT,
     BudgetedCompletion,
     ThinkingBudget,

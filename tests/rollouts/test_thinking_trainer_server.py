@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
 
 from grpo_lab import LabConfig
-from grpo_lab.rollouts.engine import EngineOptions
-from grpo_lab.rollouts.server import Server, ServerOptions
+from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.testing import tiny_model
 from ports import free_port
 from rollouts.thinking_oracle import (

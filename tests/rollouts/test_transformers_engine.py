@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lab.rollouts.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
-from grpo_lab.rollouts.transformers_engine import left_padded, transformers_generate, until_end
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
+from grpo_lab.engines.transformers_engine import left_padded, transformers_generate, until_end
 
 
 def test_padding_and_cutting_by_hand() -> None:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from grpo_lab.checkpoints import newest_whole
 from grpo_lab.trainer.resume import checkpoint as saving
+from grpo_lab.trainer.resume.whole import newest_whole
 from training.test_resume import build, history
 
 SETTINGS: dict[str, Any] = {

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from distributed.guard_worker import EACH, STEPS, Plant, build, shares, state_of
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
+from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.rewards import step_reward
-from grpo_lab.rollouts.grouping import EngineFault
 from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.scoring.scored import without_faulty
 from grpo_lab.trainer.step import bad_step

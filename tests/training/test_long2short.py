@@ -21,9 +21,9 @@ from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.trainer.resume.supervised import StoppableTraining, TrainingStopped
 from grpo_lab.trainer.supervised.cold_start import supervised
 from grpo_lab.trainer.supervised.preference import prefer
+from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 from tolerance import log_prob_gap, unit_roundoff
 
 #: two products and a sum, each rounded, in two computations that may fuse them or not: 6 roundings at most

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_lab import LabConfig
-from grpo_lab.checkpoints import MARK
 from grpo_lab.trainer.resume.reference_files import FOLDER, MANIFEST
-from grpo_lab.trainer.scoring.kl_control import STATE_FILE
+from grpo_lab.trainer.resume.whole import MARK
+from grpo_lab.trainer.scoring.kl_penalty import STATE_FILE
 from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, one_thread, weights
 
 __all__ = ["one_thread"]  # a fixture

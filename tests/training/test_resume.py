@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
-from grpo_lab.checkpoints import MARK
-from grpo_lab.rollouts.server_talk import ServerGone
+from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
+from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import arguments, problems
 
 pytestmark = pytest.mark.slow

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grpo_lab import register_advantage, register_aggregation, register_objective
-from grpo_lab.masked import masked_sum, safe
+from grpo_lab.batch import masked_sum, safe
 
 
 @register_objective(

@@ -169,7 +169,7 @@ def test_warm_up_starts_imports_only_for_golds_that_may_need_them() -> None:
 def test_a_trainer_warms_its_accuracy_reward_up_before_it_loads_a_model() -> None:
     from datasets import Dataset
 
-    from grpo_lab.trainer.door import warm_up
+    from grpo_lab.trainer.arguments import warm_up
 
     reward, numbers = AccuracyReward(workers=1), AccuracyReward(workers=1)
     warm_up([reward, len], Dataset.from_dict({"solution": ["18", "$x^2+1$"]}))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab import atomic
-from grpo_lab.atomic import whole_folder, write_whole, write_whole_text
+from grpo_lab import io as atomic
+from grpo_lab.io import whole_folder, write_whole, write_whole_text
 
 
 def test_content_reaches_the_disk_before_the_move_and_the_move_after_it(

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_lab.trainer.carried import EARLIER, OURS, Carried, loss_mask
-from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, rows_file
-from grpo_lab.trainer.resume.tensor_tree import flattened
+from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, flattened, rows_file
 
 TRAINER = Path(__file__).resolve().parents[2] / "grpo_lab" / "trainer"
 FIELDS = {name: field.key for name, field in vars(Carried).items() if hasattr(field, "key")}

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from transformers import TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
-from grpo_lab import checkpoints
-from grpo_lab.checkpoints import MARK, SAVING, mark_of, what_is_broken
 from grpo_lab.finite import NumbersError
 from grpo_lab.trainer.resume import checkpoint, which
+from grpo_lab.trainer.resume import whole as checkpoints
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, save_final, save_whole, surplus
 from grpo_lab.trainer.resume.which import WasRead, chosen, newest_read
+from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, what_is_broken
 
 
 class Saves:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from grpo_lab.rollouts.claim import PATIENCE, lives, place, same_run, started_at, this_run
+from grpo_lab.engines.vllm.worker import PATIENCE, lives, place, same_run, started_at, this_run
 
 pytestmark = pytest.mark.skipif(not place(), reason="needs /proc")
 

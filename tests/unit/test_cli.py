@@ -18,7 +18,7 @@ import yaml
 
 from grpo_lab import __version__
 from grpo_lab.cli import main
-from grpo_lab.evaluation.generation import GenerationStopped
+from grpo_lab.engines.sampler import GenerationStopped
 from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -24,7 +24,7 @@ import pytest
 from code_attacks import FORGED, GREEDY, HARMFUL, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
-from grpo_lab.verifiers.code import folder as folders
+from grpo_lab.sandbox import folder as folders
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 30.0

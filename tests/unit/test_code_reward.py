@@ -20,9 +20,9 @@ import pytest
 
 from grpo_lab.data import coding_tasks
 from grpo_lab.rewards import CodeReward
-from grpo_lab.rewards.code_tests import read_tests
+from grpo_lab.rewards.code import read_tests
 from grpo_lab.rewards.program_text import program_text
-from grpo_lab.trainer.door import warm_up
+from grpo_lab.trainer.arguments import warm_up
 
 ADD = "def add(a, b):\n    return a + b"
 

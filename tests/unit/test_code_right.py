@@ -13,8 +13,8 @@ import pytest
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.program_text import program_text
-from grpo_lab.verifiers.code.remote import Program
-from grpo_lab.verifiers.code.wire import frame
+from grpo_lab.sandbox.remote import Program
+from grpo_lab.sandbox.wire import frame
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ LIES = {
     "fields that say yes": ("class N(tuple):\n    _fields = ('startswith', 'endswith')\ndef f(x): return N((lambda *a: True, lambda *a: True))", "assert f(1).startswith('a')\nassert f(1).endswith('a')"),
     "fields that are code": ("class N(tuple):\n    _fields = ('x=__import__(\"os\")._exit(0)',)\ndef f(x): return N((3,))", "assert f(1).x == 3\nassert f(1) == (3,)"),
     "a forged error of the tests' own": (SENDS + "def f(x): send({'raised': {'kinds': [['builtins', 'Exception']], 'text': '', 'args': [], 'held': {}, 'again': 0}})", "assert f(1) == 3\nassert f(2) == 3"),
-    "a forged class of ours": (SENDS + "def f(x): send({'raised': {'kinds': [['grpo_lab.verifiers.code.tester', '_Enough'], ['builtins', 'Exception']], 'text': '', 'args': [], 'held': {}, 'again': None}})", "assert f(1) == 3\nassert f(2) == 3"),
+    "a forged class of ours": (SENDS + "def f(x): send({'raised': {'kinds': [['grpo_lab.sandbox.tester', '_Enough'], ['builtins', 'Exception']], 'text': '', 'args': [], 'held': {}, 'again': None}})", "assert f(1) == 3\nassert f(2) == 3"),
     "a missing module that is the program's": ("class E(ModuleNotFoundError): pass\ndef f(x):\n    e = E('x')\n    e.name = 'x'\n    e.__dict__['name'] = 'x'\n    raise e", "assert f(1) == 3"),
     "an exit": ("def f(x): raise SystemExit(0)", "y = f(1)\nassert f(1) == 3"),
     "a skipped test": ("import unittest\ndef f(x): raise unittest.SkipTest", "import unittest\nassert f(1) == 3"),

@@ -16,8 +16,8 @@ from transformers import HfArgumentParser
 from trl import ScriptArguments, TrlParser
 
 from grpo_lab import LabConfig
-from grpo_lab.nearest import UnknownSettingError
-from grpo_lab.trainer.resume.saved_arguments import picklable
+from grpo_lab.settings import UnknownSettingError
+from grpo_lab.trainer.resume.checkpoint import picklable
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 
 FLAT: dict[str, Any] = {

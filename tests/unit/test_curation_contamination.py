@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Indel
 
 from grpo_lab.curation import EvaluationIndex, contaminated, find_contamination
-from grpo_lab.curation.words import masked, words_of
+from grpo_lab.curation.duplicates import masked, words_of
 
 ITEM = (
     "Maria has 48 clips and sells half of them to her friends in April for $1,250.50 each. In May she sells three more "

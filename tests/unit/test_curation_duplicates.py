@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from grpo_lab.curation import deduplicate
-from grpo_lab.curation.words import words_of
+from grpo_lab.curation.duplicates import words_of
 
 
 def indel(a: list[str], b: list[str]) -> float:

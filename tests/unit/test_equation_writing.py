@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from grpo_lab.rewards.equation_writing import plain
-from grpo_lab.rewards.equations import judged
+from grpo_lab.rewards.arithmetic.equations import judged
+from grpo_lab.rewards.arithmetic.writing import plain
 
 pytestmark = pytest.mark.slow
 

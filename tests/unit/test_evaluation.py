@@ -8,6 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from grpo_lab.engines.sampler import plain_generation_config, render_prompt
+from grpo_lab.engines.transformers_engine import transformers_generate
 from grpo_lab.evaluation import (
     Completion,
     EvaluationResult,
@@ -17,9 +19,7 @@ from grpo_lab.evaluation import (
     evaluate,
     paired_gain,
 )
-from grpo_lab.evaluation.generation import plain_generation_config, render_prompt
 from grpo_lab.finite import NumbersError
-from grpo_lab.rollouts.transformers_engine import transformers_generate
 from grpo_lab.testing import tiny_model
 
 torch.set_num_threads(1)
@@ -282,7 +282,7 @@ def test_without_a_reader_of_answers_there_is_no_vote(model_and_tokenizer):
 
 
 def test_accuracy_rewards_own_reader_votes(model_and_tokenizer):
-    from grpo_lab.rewards.accuracy import AccuracyReward
+    from grpo_lab.rewards.math.accuracy import AccuracyReward
 
     rows = [{"prompt": "q", "solution": "1200"}]
     sampled = [["#### 1,200", r"\boxed{1200}", "#### 3", "#### 5", "no answer"]]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lab.masked import masked_row_mean, masked_sum, safe, token_counts
+from grpo_lab.batch import masked_row_mean, masked_sum, safe, token_counts
 
 HOSTILE = [math.nan, math.inf, -math.inf]
 

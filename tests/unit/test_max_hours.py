@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lab.pipelines.stop_requests import StopRequests
 from grpo_lab.trainer.resume.stop import hours_of_this_process, started
-from grpo_lab.trainer.settings.stopping import max_hours
+from grpo_lab.trainer.settings.parse import max_hours
 
 
 @pytest.mark.parametrize(("written", "hours"), [(None, None), (2, 2.0), ("23.5", 23.5), (0.25, 0.25)])

@@ -15,7 +15,7 @@ from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.metrics.as_trl import TrlBook
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, reward_metrics
 from grpo_lab.trainer.ports import SamplerCorrection
-from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
+from grpo_lab.trainer.step.update_record import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)
 TWO_ALIKE = SimpleNamespace(gather=lambda value: torch.cat([value, value]))

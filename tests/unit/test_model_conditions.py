@@ -34,7 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.step.model_conditions import (
+from grpo_lab.trainer.exactness.model_conditions import (
     RandomnessWatch,
     dropout_rate,
     layer_drop_rate,

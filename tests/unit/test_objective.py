@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
-from grpo_lab.trainer.proof.loss_proof import prove_loss
+from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from reference.cases import DENOMINATORS, random_batch
 
 

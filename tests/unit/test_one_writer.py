@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.engines.vllm.restart import Restart
 from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
@@ -24,7 +25,6 @@ from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder, write_run
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
-from grpo_lab.rollouts.server_restart import Restart
 
 HOLDS = """
 import sys

@@ -11,7 +11,7 @@ import pytest
 from grpo_lab.data import proofs
 from grpo_lab.rewards import ProofReward
 from grpo_lab.rewards.proof import read_sequent, why_not
-from grpo_lab.verifiers.formula import Formula, NoFormula, atoms, read, write
+from grpo_lab.verifiers.logic import Formula, NoFormula, atoms, read, write
 
 PROOFS = {
     "p & q |- q & p": "1. p & q [premise]\n2. q [&e 1]\n3. p [&e 1]\n4. q & p [&i 2,3]",

@@ -13,9 +13,8 @@ from torch import distributed
 
 from grpo_lab import LabConfig
 from grpo_lab.trainer.ranks import places
-from grpo_lab.trainer.ranks.ledger import Entry, Ledger
 from grpo_lab.trainer.ranks.places import RankLost, at, how_it_broke
-from grpo_lab.trainer.ranks.watch import RankWatch
+from grpo_lab.trainer.ranks.watch import Entry, Ledger, RankWatch
 
 LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40000"

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from grpo_lab.nearest import UnknownSettingError, did_you_mean, refuse_unknown
-from grpo_lab.reading import (
+from grpo_lab.settings import (
     NULL_IS_DEFAULT,
     Count,
     Float,
@@ -22,9 +21,12 @@ from grpo_lab.reading import (
     Positive,
     Switch,
     Temperature,
+    UnknownSettingError,
     Whole,
+    did_you_mean,
     from_json,
     read,
+    refuse_unknown,
     settings,
 )
 
@@ -164,4 +166,4 @@ def test_one_did_you_mean() -> None:
     found = subprocess.run(
         ["grep", "-rlE", "difflib|did you mean", "--include=*.py", "grpo_lab"], cwd=ROOT, capture_output=True, text=True
     )
-    assert found.stdout.split() == ["grpo_lab/nearest.py"]
+    assert found.stdout.split() == ["grpo_lab/settings.py"]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from grpo_lab import LabConfig, register_advantage, register_aggregation, register_objective
-from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.masked import masked_sum
-from grpo_lab.nearest import UnknownSettingError
+from grpo_lab.batch import Denominators, TokenBatch, masked_sum
 from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Clipped, DetachedWeight, LiteralRow, Unclipped, is_ours
-from grpo_lab.trainer.proof.loss_proof import prove_loss
+from grpo_lab.settings import UnknownSettingError
+from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 
 pytestmark = pytest.mark.usefixtures("tables")

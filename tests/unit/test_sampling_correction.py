@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lab.trainer.metrics.by_length import by_length, kept_by_bounds, length_quartiles
+from grpo_lab.trainer.metrics.book import by_length, kept_by_bounds, length_quartiles
 
 
 def test_quartiles_by_hand() -> None:

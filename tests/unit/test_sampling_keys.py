@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.rollouts.sampling_keys import KEYS
+from grpo_lab.engines.vllm.sampling_keys import KEYS
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.rollouts import leftovers, serve, server_token
-from grpo_lab.rollouts.server import ServerOptions, server_command
+from grpo_lab.engines.vllm import leftovers, serve
+from grpo_lab.engines.vllm import token as server_token
+from grpo_lab.engines.vllm.server import ServerOptions, server_command
 
 
 def chosen(*words: str) -> ServerOptions:
@@ -46,7 +47,7 @@ def test_a_gpu_server_has_nccl_and_our_worker() -> None:
     command = server_command(chosen("--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.8"), on_cpu=False)
     said = dict(itertools.pairwise(command))
     assert json.loads(said["--weight-transfer-config"]) == {"backend": "nccl"}
-    assert said["--worker-extension-cls"] == "grpo_lab.rollouts.server_worker.WeightLoading"
+    assert said["--worker-extension-cls"] == "grpo_lab.engines.vllm.worker.WeightLoading"
     assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.8")
 
 
@@ -140,8 +141,8 @@ def test_head_size_of_a_folder(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from grpo_lab.rollouts.leftovers import own_folder
-from grpo_lab.rollouts.server_token import of_server
+from grpo_lab.engines.vllm.leftovers import own_folder
+from grpo_lab.engines.vllm.token import of_server
 made = of_server("http://127.0.0.1:8124", None)
 with own_folder("a-test-", sys.argv[1]) as folder:
     (folder / "socket").touch()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from grpo_lab.data import word_problems
-from grpo_lab.data.solution_style import SolutionStyle
+from grpo_lab.data.word_problems import SolutionStyle
 from grpo_lab.rewards import LanguageConsistencyReward
 
 PLAIN = "Ann has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n#### 19"

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
+from grpo_lab.trainer.resume.generation_buffer import flattened, rebuilt
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from grpo_lab.advantages import GroupMean, Process, StepTable, advantage_rule, l
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded
-from grpo_lab.trainer.scoring.dead import alike
+from grpo_lab.trainer.scoring.resample import alike
 
 
 def table(groups: int = 3, size: int = 2, steps: StepTable | None = None, seed: int = 0) -> RewardTable:

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.verifiers.canonical import canonical
-from grpo_lab.verifiers.exact_numbers import compare_numbers
-from grpo_lab.verifiers.plain_numbers import compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, is_plain_number
 from grpo_lab.verifiers.side_by_side import read_together
 
 

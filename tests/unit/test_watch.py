@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.rollouts.server_talk import ServerGone
-from grpo_lab.rollouts.watch import look, watched
+from grpo_lab.engines.vllm.talk import ServerGone, look, watched
 
 
 class Counting(http.server.BaseHTTPRequestHandler):
@@ -103,7 +102,7 @@ def test_a_page_that_comes_byte_by_byte_is_no_answer(
                 time.sleep(0.05)
 
     monkeypatch.setattr(handler, "do_GET", dribbles)
-    monkeypatch.setattr("grpo_lab.rollouts.watch.LOOK_TIMEOUT", 0.3)
+    monkeypatch.setattr("grpo_lab.engines.vllm.talk.LOOK_TIMEOUT", 0.3)
     begin = time.monotonic()
     assert watched(lambda: slow(0.5), url, silence=1, what="x") == "answer"
     assert time.monotonic() - begin < 5

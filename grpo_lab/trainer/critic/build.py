@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModel
 from trl.trainer.utils import disable_dropout_in_model
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.critic.files import is_critic_folder, load_critic
-from grpo_lab.trainer.critic.network import Critic
+from grpo_lab.trainer.critic.files import Critic, is_critic_folder, load_critic
 from grpo_lab.trainer.settings.inputs import check_model
 from grpo_lab.trainer.settings.value import KINDS, ValueSettings
 

@@ -3,6 +3,8 @@
 critic.json         format, whether it has a network of its own, width of the hidden states
 critic.safetensors  its tensors
 config.json         of its own network, where it has one
+
+The critic as a module: a linear head on hidden states, its own network's or the policy's.
 """
 
 from __future__ import annotations
@@ -16,12 +18,52 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import MODEL_MAPPING, AutoConfig, TrainerCallback
 
-from grpo_lab.atomic import write_whole, write_whole_text
-from grpo_lab.trainer.critic.network import Critic
+from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.trl_bridge import CRITIC, is_critics
+
+
+class ValueHead(nn.Linear):
+    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no random number."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(hidden, 1, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``[…, H]`` → ``[…]`` in units of the reward."""
+        with torch.autocast(states.device.type, enabled=False):
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            return functional.linear(states.to(weight.device, wide), weight, bias).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """Values of the states in which tokens are chosen.
+
+    Args:
+        hidden: width of the hidden states.
+        trunk: a network without LM head, called with the policy's inputs; ``None``: the policy's own states are read.
+    """
+
+    def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(hidden, dtype)
+
+    def forward(self, states: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """``[B, L - 1]``: place t holds the value before token t + 1, as log-probs have it."""
+        if self.trunk is not None:
+            states = self.trunk(**{**inputs, "use_cache": False}).last_hidden_state
+        values: Tensor = self.head(states)[:, :-1]
+        return values
+
 
 FOLDER = "critic"
 MANIFEST, TENSORS = "critic.json", "critic.safetensors"
@@ -127,6 +169,3 @@ class WithTheBest(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end:
             take_up(self.trainer, self.critic, state.best_model_checkpoint, "load_best_model_at_end")
-
-
-__all__ = ["FOLDER", "WithTheBest", "is_critic_folder", "load_critic", "save_beside", "save_critic", "take_up"]

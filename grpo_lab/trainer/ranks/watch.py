@@ -3,17 +3,95 @@
 half of `ddp_timeout` at one place     a warning on each rank that has been there so long
 nine tenths                            again (with NCCL the process is then ended by NCCL's own watchdog)
 the end                                ``RankLost`` where torch raises: gloo, and NCCL with ``TORCH_NCCL_BLOCKING_WAIT=1``
+
+Where every rank is, for the others to read: one short text a rank in the store through which the ranks found each other.
+
+A client of its own: the one of torch's process group may be held by whoever waits in it. Written by a thread every few seconds, read
+when something is wrong; a step sends nothing.
+
+``ddp_timeout`` on CPU ranks, too: transformers 5.17 hands it to torch where there is an accelerator and nowhere else.
+
+TRL's trainer with a name for each part of a step, so that a rank which waits in vain can say where, and for whom.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
 import threading
 import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
+from torch import distributed
+from torch.distributed import distributed_c10d
+from trl import GRPOTrainer
+
+from grpo_lab.finite import NumbersError, not_finite_scores
 from grpo_lab.trainer.ranks import places
-from grpo_lab.trainer.ranks.ledger import Entry, Ledger
+from grpo_lab.trainer.ranks.places import at
+
+#: to connect, and for an answer: the machine of the store may be what was lost
+ANSWERS_WITHIN = 5.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a rank says of itself. ``seconds``: since when it is there; ``told``: when it said so (its clock, seconds since 1970)."""
+
+    place: str
+    line: str
+    waits: bool
+    step: int
+    seconds: float
+    pid: int
+    host: str
+    told: float
+
+    @staticmethod
+    def of(place: str, line: str, waits: bool, step: int, seconds: float) -> Entry:
+        return Entry(place, line, waits, step, seconds, os.getpid(), socket.gethostname(), time.time())
+
+    def __str__(self) -> str:
+        return (
+            f"«{self.place}», step {self.step}, for {self.seconds:.0f} s: {self.line} (pid {self.pid} on {self.host})"
+        )
+
+
+class Ledger:
+    """The ranks' entries.
+
+    Raises:
+        OSError: the launcher named no store. RuntimeError: it does not answer.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not host or not port:
+            raise OSError("the launcher set no MASTER_ADDR and MASTER_PORT")
+        self._store = distributed.TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWERS_WITHIN)
+        )
+        self._of_this_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def write(self, entry: Entry) -> None:
+        self._store.set(self._key(self.rank), json.dumps(asdict(entry)))
+
+    def others(self) -> dict[int, Entry | None]:
+        """By rank; None for one that has said nothing."""
+        return {rank: self._read(rank) for rank in range(self.ranks) if rank != self.rank}
+
+    def _read(self, rank: int) -> Entry | None:
+        key = self._key(rank)
+        return Entry(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"grpo_lab/place/{self._of_this_start}/{rank}"
+
 
 logger = logging.getLogger("grpo_lab")
 
@@ -133,4 +211,44 @@ class RankWatch:
         return int(self._trainer.state.global_step) + 1
 
 
-__all__ = ["RankWatch"]
+def hold_time_limit(args: Any) -> None:
+    """Let ``args.ddp_timeout`` be the limit of gloo's collectives; accelerators' have it from transformers.
+
+    Raises:
+        ValueError: a limit that is no positive number of seconds.
+    """
+    if not isinstance(args.ddp_timeout, (int, float)) or args.ddp_timeout <= 0:
+        raise ValueError(
+            f"`ddp_timeout` is {args.ddp_timeout!r}; it must be a positive number of seconds (how long ranks wait for each other)"
+        )
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
+
+
+class Placed(GRPOTrainer):
+    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that are not finite."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with RankWatch(self), at("training"):
+            return super().train(*args, **kwargs)
+
+    @at("step")
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+    @at("generation")
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._generate(*args, **kwargs)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise NumbersError(not_finite_scores(self.model)) from error
+
+    @at("rewards")
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._calculate_rewards(*args, **kwargs)
+
+    @at("evaluation")
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate(*args, **kwargs)

@@ -10,13 +10,21 @@ are as they were. With FSDP or DeepSpeed, and where a best checkpoint is kept (`
 collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
 
 On nodes that share no file system each node's first process moves what lies on its own disk.
+
+The configuration as a checkpoint's ``training_args.bin`` can hold it.
+
+HF pickles ``args`` with every save. A part given as an object travels in them, and lambdas, closures and objects of local classes
+cannot be pickled. In the file such a part stands under its name; the run itself keeps the object, and a resume gets its parts from
+the script that resumes, as it always does. Whoever loads the file and trains with it is told which part it lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +34,35 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_lab.atomic import move_whole, write_whole_text
-from grpo_lab.checkpoints import MARK, SAVING, mark_of, newest_whole, step_of
 from grpo_lab.finite import NumbersError, not_finite
+from grpo_lab.io import move_whole, write_whole_text
 from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.ranks.places import at, is_of_lost_rank
-from grpo_lab.trainer.resume.saved_arguments import picklable
-from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, newest_whole, step_of
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, named_by
+from grpo_lab.trainer.trl_bridge.names import replaced
+
+
+def picklable(args: Any) -> Any:
+    """``args``, or where a part of ours cannot be pickled a copy in which its name stands in for it."""
+    changed = {name: _picklable(getattr(args, name)) for name in OUR_FIELDS if getattr(args, name, None) is not None}
+    changed = {name: value for name, value in changed.items() if value is not getattr(args, name)}
+    if not changed:
+        return args
+    record = copy.copy(args)
+    vars(record).update(changed)
+    return record
+
+
+def _picklable(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = {key: _picklable(item) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in value) else items
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object's own pickling raises
+        return named_by(value)
+    return value
 
 
 class CheckpointNotWritten(RuntimeError):
@@ -250,6 +280,3 @@ def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
             write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
             move_whole(partial, place)
             shutil.rmtree(partial.parent, ignore_errors=True)
-
-
-__all__ = ["CheckpointNotWritten", "save_final", "save_whole", "surplus"]

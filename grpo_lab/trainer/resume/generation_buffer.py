@@ -16,6 +16,12 @@ What a resume does with them:
     no such files                (stock TRL, an earlier version) one warning if it is inside a batch; then as TRL does
     the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
     files damaged or missing     ``ValueError`` on every rank: nothing else is left of that batch
+
+Nested lists and dicts of tensors → one flat table of tensors and a description in JSON, and back to the bit.
+
+What a generation batch consists of: micro-batches (dicts) of tensors, None, numbers and lists of them. Nothing is pickled.
+One tensor object that stands in several places (``num_items_in_batch`` of all micro-batches) is stored once and is one object
+again afterwards: the exact update asks by ``is`` whether micro-batches come from one generation batch.
 """
 
 from __future__ import annotations
@@ -33,12 +39,73 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.trainer.carried import EARLIER
-from grpo_lab.trainer.resume.tensor_tree import flattened, rebuilt
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """``value`` → (description for ``json.dumps``, tensors on the CPU by key).
+
+    Raises:
+        ValueError: something in it is neither a plain tensor, None, bool, number, string, list, tuple nor a dict with string
+            keys; the message says where it stands and what it is.
+    """
+    tensors: dict[str, Tensor] = {}
+    keys: dict[int, str] = {}
+
+    def walk(item: Any, place: str) -> Any:
+        if item is None or type(item) in (bool, int, float, str):
+            return {"value": item}
+        if type(item) is Tensor and item.layout is torch.strided and not item.is_quantized:
+            if id(item) not in keys:
+                keys[id(item)] = f"{len(keys):06d}"
+                tensors[keys[id(item)]] = item.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": keys[id(item)], "on": "cpu" if item.device.type == "cpu" else "device"}
+        if type(item) in (list, tuple):
+            return {type(item).__name__: [walk(part, f"{place}[{i}]") for i, part in enumerate(item)]}
+        if isinstance(item, Mapping) and all(isinstance(name, str) for name in item):
+            return {"dict": {name: walk(part, f"{place}[{name!r}]") for name, part in item.items()}}
+        raise ValueError(f"{place} is a {type(item).__module__}.{type(item).__name__}")
+
+    return walk(value, path), tensors
+
+
+def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The inverse of ``flattened``; tensors that were not on the CPU come to ``device``.
+
+    Raises:
+        ValueError: the description is not one of ours. KeyError: a tensor that it names is missing.
+    """
+    placed: dict[tuple[str, str], Tensor] = {}
+
+    def tensor(key: str, on: str) -> Tensor:
+        if (key, on) not in placed:
+            placed[key, on] = tensors[key] if on == "cpu" else tensors[key].to(device)
+        return placed[key, on]
+
+    def walk(node: Any) -> Any:
+        match node:
+            case {"value": value}:
+                return value
+            case {"tensor": str(key), "on": ("cpu" | "device") as on}:
+                return tensor(key, on)
+            case {"list": list(parts)}:
+                return [walk(part) for part in parts]
+            case {"tuple": list(parts)}:
+                return tuple(walk(part) for part in parts)
+            case {"dict": dict(parts)}:
+                return {name: walk(part) for name, part in parts.items()}
+        raise ValueError(f"{str(node)[:80]!r} is no part of a description of tensors")
+
+    return walk(description)
+
 
 MANIFEST = "grpo_lab_generation.json"
 #: 2: fields that are not TRL's begin with ``grpo_lab.``; 1 is read, too
@@ -289,6 +356,3 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 def _number(value: Any) -> float:
     """A metric as JSON has it; TRL's keep their type, a team's may be a scalar tensor."""
     return value if type(value) in (int, float) else float(value)
-
-
-__all__ = ["MANIFEST", "GenerationBuffer", "rows_file"]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.io import write_whole, write_whole_text
 
 FOLDER, MANIFEST = "grpo_lab_reference", "reference.json"
 FORMAT = 1

@@ -1,4 +1,13 @@
-"""Advantages of the rows that stay, in two stages: one answer for the small table of all ranks, then what it is on this rank's tokens."""
+"""Advantages of the rows that stay, in two stages: one answer for the small table of all ranks, then what it is on this rank's tokens.
+
+TRL's own advantages of a reward table, for a team's ``compute_advantages`` that asks ``super()`` without a rule of ours.
+
+    sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
+    normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;  s_i = Σ_k w_k z_ik;
+                          Â_i = (s_i − mean of all s) / (std of all s + 1e-4)                                (GDPO, arXiv 2601.05242)
+
+Rows that no reward could score (NaN) get 0. Source: TRL 1.16, ``_generate_and_score_completions``.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +18,15 @@ from torch import Tensor
 
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows
-from grpo_lab.trainer.scoring.cut import loss_tokens
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import Faults, StepPort
+from typing import Any
+
+from grpo_lab.advantages import advantage_rule
+from grpo_lab.advantages.groups import sample_std
+from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 
 
 def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
@@ -86,4 +99,32 @@ def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> No
     trl_bridge.replace_logged_advantages(trainer, logged)
 
 
-__all__ = ["checked_advantages", "put_advantages", "row_advantages", "with_local_rows"]
+EPSILON = 1e-4
+
+
+def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
+    """Advantages ``[N]`` of ``table`` as TRL's settings ask for.
+
+    Raises:
+        ValueError: settings that TRL does not have.
+    """
+    if aggregation == "normalize_then_sum":
+        return _normalised_then_summed(table)
+    rules = {scaling: name for name, scaling in TRL_SCALING.items()}
+    if aggregation != "sum_then_normalize" or scale_rewards not in rules:
+        raise ValueError(
+            f"`multi_objective_aggregation` is {aggregation!r} and `scale_rewards` {scale_rewards!r}; allowed are "
+            f"'sum_then_normalize' with one of {sorted(rules)}, or 'normalize_then_sum'"
+        )
+    return advantage_rule(rules[scale_rewards])(table.total, table.group_size)
+
+
+def _normalised_then_summed(table: RewardTable) -> Tensor:
+    values = table.values.double()
+    grouped = values.view(-1, table.group_size, values.size(1))
+    centred = grouped - grouped.nanmean(dim=1, keepdim=True)
+    scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + EPSILON)).view_as(values)
+    total = (scaled * table.weights.to(scaled)).nansum(dim=1)
+    total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
+    advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + EPSILON)
+    return advantages.nan_to_num(nan=0.0).to(table.values.dtype)

@@ -1,9 +1,15 @@
-"""How TRL calls rewards: each one checked, those that judge whole groups put off until the gather, steps kept aside."""
+"""How TRL calls rewards: each one checked, those that judge whole groups put off until the gather, steps kept aside.
+
+Reward weights as functions of the optimizer step (``reward_schedules``), logged as ``reward_weights/<name>``.
+
+A schedule keeps no state: a resumed run has at step t the weight that the uninterrupted run had there.
+"""
 
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -13,11 +19,16 @@ from trl.trainer.utils import is_async_callable
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
+from grpo_lab.rewards.schedules import Schedule
+from grpo_lab.settings import one_of
 from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
-from grpo_lab.verifiers.correct import checked_scores
+from grpo_lab.verifiers.verdict import checked_scores
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
 
 
 class DeferredReward:
@@ -226,3 +237,49 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
     """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
     column = correctness_column(reward_funcs)
     return None if column is None else table.values[:, column]
+
+
+class WeightSchedules:
+    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force."""
+
+    def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
+        names = list(trainer.reward_func_names)
+        for name in schedules:
+            if name not in names:
+                raise ValueError(f"`reward_schedules` names {name!r}, which no reward has{one_of(name, names)}")
+            if names.count(name) > 1:
+                raise ValueError(f"`reward_schedules` names {name!r}, which {names.count(name)} rewards share: {names}")
+            _refuse_double(trainer, names.index(name), name)
+        self.trainer = trainer
+        self._columns = {names.index(name): schedule for name, schedule in schedules.items()}
+        self._own = {
+            column: reward.weight_at
+            for column, reward in enumerate(trainer.reward_funcs)
+            if hasattr(reward, "weight_at")
+        }
+
+    def apply(self) -> None:
+        """The weights of the batch that is about to be generated; ``step`` = optimizer steps done."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        in_force = {column: schedule(step) for column, schedule in self._columns.items()}
+        for column, weight in in_force.items():
+            trainer.reward_weights[column] = weight
+        fixed = trainer.reward_weights.tolist()
+        logged = in_force | {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
+        book = trainer.recorder.book("train" if trainer.model.training else "eval")
+        for column, weight in logged.items():
+            book.add_alike(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
+
+
+def _refuse_double(trainer: StepPort, column: int, name: str) -> None:
+    """One weight, one place that says it."""
+    if hasattr(trainer.reward_funcs[column], "weight_at"):
+        raise ValueError(
+            f"`reward_schedules.{name}` is set, but that reward carries a weight and a warm-up of its own: set them there "
+            f"({type(trainer.reward_funcs[column]).__name__}(weight=…, warmup_steps=…))"
+        )
+    if trainer.args.reward_weights is not None and trainer.args.reward_weights[column] != 1.0:
+        raise ValueError(
+            f"`reward_weights` gives {name!r} the weight {trainer.args.reward_weights[column]}, and `reward_schedules` "
+            "gives it a schedule: two names for one number; set one"
+        )

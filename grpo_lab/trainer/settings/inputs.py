@@ -11,9 +11,9 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
-from grpo_lab.nearest import one_of
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.settings import one_of
 from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
 from grpo_lab.trainer.settings.knobs import TRLS_OWN
 from grpo_lab.trainer.trl_bridge import teams

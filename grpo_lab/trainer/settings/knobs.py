@@ -17,10 +17,9 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
-from grpo_lab.nearest import refuse_unknown
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
 from grpo_lab.objectives.presets import OUR_PRESETS
-from grpo_lab.reading import from_json, read, typed
+from grpo_lab.settings import from_json, read, refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import (
     AdvantageSettings,
     LabSettings,

@@ -3,11 +3,19 @@
 ``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all of them JSON text. Unknown keys are refused with the nearest
 match; a knob that would have no effect is an error, not silence. Keys that belong to a part (``objective: {tau: …}``) are ``knobs``:
 which there are, the part's dataclass says.
+
+The mapping ``guard``: what happens to an optimizer step with a number that is not finite.
+
+``max_hours`` and ``stop_file``: what they may be.
+
+The mapping ``reward_schedules``: a reward's weight as a function of the optimizer step.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import field
@@ -16,13 +24,53 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_lab.reading import NULL_IS_DEFAULT, Number, Positive, Switch, from_json, must_be, read, settings
-from grpo_lab.rewards.schedules import Schedule
-from grpo_lab.trainer.settings.guard import GuardSettings
+from grpo_lab.rewards.schedules import Schedule, schedule_from
+from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Switch, from_json, must_be, read, settings
 from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking, refuse_idle_rollout
 from grpo_lab.trainer.settings.sampler import SamplerSettings, check_sampler
-from grpo_lab.trainer.settings.schedules import reward_schedules
 from grpo_lab.trainer.settings.value import ValueSettings
+
+
+def reward_schedules(written: Any) -> dict[str, Schedule]:
+    """``{reward name: schedule}`` from the configuration. Raises ``ValueError`` naming the reward and the setting."""
+    if written is None:
+        return {}
+    if not isinstance(written, Mapping):
+        raise ValueError(
+            f"`reward_schedules` is {written!r}; it must be a mapping of reward names to schedules, such as "
+            "{accuracy_reward: {kind: warmup, start: 100, value: 1.0}}"
+        )
+    found = {}
+    for name, spec in written.items():
+        try:
+            found[str(name)] = schedule_from(spec)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"`reward_schedules.{name}`: {error}") from error
+    return found
+
+
+@settings(bare="name")
+class GuardSettings:
+    """``guard``: ``off``, or what to do with a step whose loss, gradient, reward or engine log-prob is NaN or infinite.
+
+    Args:
+        max_bad_steps: the run stops after so many left-out steps in a row (a generation batch with a bad reward or log-prob counts
+            once, however many steps it serves).
+        save: keep the batch of a left-out step under ``<output_dir>/bad_steps``.
+    """
+
+    name: Annotated[Literal["on", "off"], BeforeValidator(_off)] = "on"
+    max_bad_steps: Annotated[Positive, NULL_IS_DEFAULT] = 3
+    save: Annotated[Switch, NULL_IS_DEFAULT] = True
+
+    def __post_init__(self) -> None:
+        if self.is_off and (self.max_bad_steps != 3 or not self.save):
+            idle = "max_bad_steps" if self.max_bad_steps != 3 else "save"
+            raise ValueError(f"`guard.{idle}` has no effect with `guard: off`; leave it out")
+
+    @property
+    def is_off(self) -> bool:
+        return self.name == "off"
 
 
 @settings(bare="name", rest="knobs")
@@ -199,3 +247,36 @@ def named_by(part: Any) -> str:
     """``"module:attribute"`` of a function or class, of the class for an instance."""
     kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def max_hours(written: Any) -> float | None:
+    """Hours, more than 0; ``None`` without a limit; digits are a number (command lines).
+
+    Raises:
+        ValueError: anything else.
+    """
+    if written is None:
+        return None
+    try:
+        hours = math.nan if isinstance(written, bool) else float(written)
+    except (TypeError, ValueError):
+        hours = math.nan
+    if not 0 < hours < math.inf:
+        raise ValueError(f"`max_hours` is {written!r}; it must be a number of hours above 0, or left out")
+    return hours
+
+
+def stop_file(written: Any) -> str | None:
+    """The path of a file, there or not; ``None``: ``STOP`` in ``output_dir``.
+
+    Raises:
+        ValueError: no path, or the path of a folder, which is always there.
+    """
+    if written is None:
+        return None
+    if not isinstance(written, str | os.PathLike) or not os.fspath(written) or os.path.isdir(written):
+        seen = f"{written!r}, a folder" if isinstance(written, str) and written else repr(written)
+        raise ValueError(
+            f"`stop_file` is {seen}; it must be the path of a file, there or not yet, or left out (STOP in `output_dir`)"
+        )
+    return os.fspath(written)

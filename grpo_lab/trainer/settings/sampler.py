@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from grpo_lab.reading import Count, Number, settings
+from grpo_lab.settings import Count, Number, settings
 
 #: sampler → the settings that it reads, with their defaults (None: has to be given)
 KNOBS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_lab.atomic import write_whole, write_whole_text
+from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.trainer.carried import OURS, row_lengths
 from grpo_lab.trainer.ports import row_key
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS

@@ -16,17 +16,15 @@ from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.exactness.verdict import StandingVerdict, Verdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
+from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
-from grpo_lab.trainer.step.model_conditions import position_limit
 from grpo_lab.trainer.step.old_policy import Kept, OldPolicy, with_unmoved
-from grpo_lab.trainer.step.row_numbers import RowNumbers
-from grpo_lab.trainer.step.row_table import Bin, RowTable
-from grpo_lab.trainer.step.token_metrics import record_skipped, record_tokens
-from grpo_lab.trainer.step.update_record import UpdateRecord
+from grpo_lab.trainer.step.update_record import UpdateRecord, record_skipped, record_tokens
 from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_bin
-from grpo_lab.trainer.step.verdict import StandingVerdict, Verdict
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, default_max_tokens, plan_update
 

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from grpo_lab.atomic import write_whole_text
-from grpo_lab.checkpoints import damaged, step_of, what_is_broken
+from grpo_lab.io import write_whole_text
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
 from grpo_lab.trainer.ranks.finite_weights import TO_START_FROM, NumbersError, names_of_bad, refuse_bad_weights
 from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.resume.whole import damaged, step_of, what_is_broken
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.settings.guard import GuardSettings
+    from grpo_lab.trainer.settings.parse import GuardSettings
 
 STATE_FILE = "grpo_lab_guard.json"
 OF_STEP = ("loss", "gradient")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
-from grpo_lab.trainer.step.model_conditions import position_limit
-from grpo_lab.trainer.step.part_questions import has_team_parts
-from grpo_lab.trainer.step.row_table import Bin, RowTable
+from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.exactness.part_questions import has_team_parts
+from grpo_lab.trainer.rows import Bin, RowTable
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.step.old_policy import old_log_probs
-from grpo_lab.trainer.step.token_metrics import record_tokens
+from grpo_lab.trainer.step.update_record import record_tokens
 from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_micro_batch
 
 if TYPE_CHECKING:

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, has_hole
-from grpo_lab.trainer.step.model_conditions import takes_positions
-from grpo_lab.trainer.step.row_table import positions_at_generation
+from grpo_lab.trainer.exactness.model_conditions import takes_positions
+from grpo_lab.trainer.rows import positions_at_generation
 
 if TYPE_CHECKING:
+    from grpo_lab.trainer.exactness.verdict import Verdict
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.exchange import Exchange
-    from grpo_lab.trainer.step.verdict import Verdict
 
 
 def unmoved_rows(batch: dict[str, Any]) -> Tensor:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
-from grpo_lab.masked import safe
+from grpo_lab.batch import TokenBatch, safe
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
@@ -23,7 +22,7 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.step.row_table import Bin
+    from grpo_lab.trainer.rows import Bin
 
 
 def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:

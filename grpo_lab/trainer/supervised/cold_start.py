@@ -9,10 +9,9 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from grpo_lab.nearest import refuse_unknown
-from grpo_lab.reading import typed
+from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
-from grpo_lab.trainer.settings.choices import check_choices
+from grpo_lab.trainer.settings.conflicts import check_choices
 from grpo_lab.trainer.settings.gone import SUPERVISED_GONE
 
 

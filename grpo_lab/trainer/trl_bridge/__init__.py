@@ -28,21 +28,23 @@ from grpo_lab.trainer.trl_bridge.fsdp_optimizer import (
     optimizer_saved_as_it_is,
 )
 from grpo_lab.trainer.trl_bridge.gradients import (
+    SAMPLING_METRICS,
     backward,
+    copy_to_reference,
+    forget_sampling_metrics,
     leave_out_step,
+    load_policy_adapter,
+    logged_rows,
     overflow_of_scaler,
     plain_cpu,
     put_aside,
     reference_model_in_full,
-    step_was_taken,
-    without_gradient_sync,
-)
-from grpo_lab.trainer.trl_bridge.logs import (
-    SAMPLING_METRICS,
-    forget_sampling_metrics,
-    logged_rows,
+    reference_tensors,
     replace_logged_advantages,
     replace_logged_rows,
+    step_was_taken,
+    whole_by_names,
+    without_gradient_sync,
 )
 from grpo_lab.trainer.trl_bridge.names import (
     ATTRIBUTES,
@@ -51,16 +53,10 @@ from grpo_lab.trainer.trl_bridge.names import (
     MULTIMODAL_FIELDS,
     is_multimodal,
     may_bring_images,
+    replaced,
 )
 from grpo_lab.trainer.trl_bridge.overrides import hf_runs_the_step, teams
-from grpo_lab.trainer.trl_bridge.reference import (
-    copy_to_reference,
-    load_policy_adapter,
-    reference_tensors,
-    whole_by_names,
-)
 from grpo_lab.trainer.trl_bridge.release import SUPPORTED_TRL
-from grpo_lab.trainer.trl_bridge.replace import replaced
 from grpo_lab.trainer.trl_bridge.values import (
     CRITIC,
     critic_of,

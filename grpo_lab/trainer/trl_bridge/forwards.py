@@ -12,8 +12,7 @@ from accelerate.utils import is_compiled_module
 from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_lab.trainer.trl_bridge.names import is_multimodal
-from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.trainer.trl_bridge.names import is_multimodal, replaced
 
 
 def completion_log_probs(

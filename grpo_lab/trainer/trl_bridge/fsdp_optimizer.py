@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict as torchs
 
-from grpo_lab.atomic import write_whole_text
-from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.io import write_whole_text
+from grpo_lab.trainer.trl_bridge.names import replaced
 
 FILE = "grpo_lab_without_moments.json"
 

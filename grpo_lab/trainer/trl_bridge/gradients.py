@@ -1,4 +1,9 @@
-"""Backwards and models as HF's loop, accelerate and DeepSpeed want them."""
+"""Backwards and models as HF's loop, accelerate and DeepSpeed want them.
+
+TRL's reference, wherever it keeps it: a model of its own, or the adapter ``ref`` beside the one that is trained.
+
+What TRL has written into its logs, taken back or put right.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lab.trainer.trl_bridge.replace import replaced
+from grpo_lab.trainer.trl_bridge.names import replaced
+from grpo_lab.trainer.trl_bridge.values import without_critic
 
 
 def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -126,3 +133,118 @@ def plain_cpu(args: Any) -> Iterator[None]:
         return
     with replaced(args, "_setup_devices", torch.device("cpu")):
         yield
+
+
+#: what TRL calls the copy of an adapter that the policy came with, and the adapter itself
+REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
+
+
+def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are sharded.
+
+    Raises:
+        ValueError: there is no reference that could move, or it is built otherwise than the policy.
+    """
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.ref_model is None:
+        return _of_adapters(policy)
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    ours = [*reference.named_parameters(), *reference.named_buffers()]
+    theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
+    if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
+        raise ValueError(
+            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: a copy of the one "
+            "is not the other (`reference_every`, `sync_ref_model`)"
+        )
+    return {name: (value, source) for (name, value), (_, source) in zip(ours, theirs, strict=True)}
+
+
+def _of_adapters(policy: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
+        raise ValueError(
+            "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the reference is the base "
+            "model with the adapter off, which cannot move: give the trainer a model that has its adapter already "
+            "(`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave `reference_every` out"
+        )
+    values = dict(policy.named_parameters())
+    own = [name for name in values if f".{POLICY_ADAPTER}." in name]
+    names = {name: name.replace(f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}.") for name in own}
+    return {names[name]: (values[names[name]], values[name]) for name in own}
+
+
+def copy_to_reference(trainer: Any) -> None:
+    """reference := policy, to the bit; each rank its own part."""
+    with torch.no_grad():
+        for reference, policy in reference_tensors(trainer).values():
+            reference.copy_(policy)
+
+
+def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
+    """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
+
+    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in
+    folders or the one beside them: the copy alone, so that the policy would start again where it began, with a warm optimizer.
+    """
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    saved = Path(checkpoint)
+    if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
+        return
+    if any((saved / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        policy.load_adapter(checkpoint, POLICY_ADAPTER, is_trainable=True)
+        policy.set_adapter(POLICY_ADAPTER)
+
+
+def whole_by_names(trainer: Any) -> str | None:
+    """Why a rank cannot read and write the reference tensor by tensor, or ``None``."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        return "DeepSpeed ZeRO-3, which keeps weights in partitions of its own"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return "FSDP 1, which keeps weights in flat pieces of its own"
+    return None
+
+
+#: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
+SAMPLING_METRICS: tuple[str, ...] = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+
+
+def forget_sampling_metrics(trainer: Any, mode: str) -> None:
+    """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
+    seen = trainer._metrics[mode]
+    for name in SAMPLING_METRICS:
+        if name in seen:
+            seen[name].pop()
+            if not seen[name]:
+                del seen[name]
+
+
+def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
+    """Put the advantages in force where TRL keeps those of its own for the completions table."""
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(logged), advantages.size(0))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
+    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left out."""
+    logged = trainer._logs
+    columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
+    columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
+    return {name: list(rows)[-count:] for name, rows in columns.items() if len(rows) >= count}
+
+
+def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
+    """Put ``columns`` (as ``logged_rows`` gives them) in the place of as many of the last rows."""
+    for name, rows in columns.items():
+        part, _, column = name.partition("/")
+        logged = trainer._logs[part][column] if column else trainer._logs[part]
+        for _ in range(min(len(logged), len(rows))):
+            logged.pop()
+        logged.extend(rows)

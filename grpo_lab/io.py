@@ -1,0 +1,103 @@
+"""Files that are there whole or not at all: a reader never meets half of one, wherever the writer was killed or the power cut.
+
+Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the first
+``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
+
+How many cores this process may use.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
+    """``path`` as ``write(partial)`` makes it, or as it was.
+
+    Args:
+        write: writes the file that it is given, which lies beside ``path`` as ``<name>.part``.
+
+    Raises:
+        OSError: the file, or its folder, cannot be written. What ``write`` raises comes through.
+    """
+    place = Path(path)
+    partial = place.with_name(f"{place.name}.part")
+    partial.unlink(missing_ok=True)
+    os.close(no_link(str(partial), os.O_WRONLY | os.O_CREAT))
+    write(partial)
+    _to_disk(partial)
+    os.replace(partial, place)
+    _to_disk(place.parent)
+
+
+def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
+    """``text`` as UTF-8."""
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def no_link(path: str, flags: int) -> int:
+    """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to.
+
+    Raises:
+        ValueError: a link, a folder, a pipe or a device stands there.
+    """
+    try:
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            return opened
+        os.close(opened)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise ValueError(f"{path} is a link or no plain file, and this run would write through it; remove it")
+
+
+@contextmanager
+def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """``with whole_folder(place) as partial``: what the block writes into ``partial`` becomes ``place`` when it ends.
+
+    ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier ``place``, go.
+    Between these two moves there may be no ``place`` at all, never half of one. Where the block raises, ``place`` stays as it was.
+    """
+    place = Path(path)
+    partial = place.with_name(f"{place.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    move_whole(partial, place)
+
+
+def move_whole(partial: Path, place: Path) -> None:
+    """The folder ``partial`` becomes ``place``, on the disk; an earlier ``place`` goes when the new one is there."""
+    for inside in (*partial.rglob("*"), partial):
+        _to_disk(inside)
+    earlier = partial.with_name(f"{partial.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if place.exists():
+        os.replace(place, earlier)
+    os.replace(partial, place)
+    _to_disk(place.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # some network file systems know no fsync of a folder: there a move is on the server when it returns
+    finally:
+        os.close(opened)
+
+
+def own_cores() -> int:
+    """Those that it is bound to (containers, ``taskset``), where the system says so; all of the machine elsewhere."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Equations in a text: found, checked, counted."""

@@ -1,0 +1,1 @@
+"""In which language a text is written."""

@@ -1,0 +1,1 @@
+"""Answers of mathematics: found in a completion, read, compared."""

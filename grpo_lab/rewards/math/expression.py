@@ -1,0 +1,303 @@
+"""From a few words to the one expression they state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
+
+Every scan is linear in the text: no pattern here can revisit what it has passed (each repeats one character class).
+
+A number in running text with all that belongs to it: what follows may change its value, or make it one of several.
+
+    "12 million people"          -> "12 million"
+    "3 and a half hours"         -> "3 and a half"
+    "8 out of 10 voters"         -> "8 out of 10"
+    "3 apples and 5 pears"       -> "3 apples and 5"      (several answers: equal to no single number)
+    "18 because 3 + 15 = 18"     -> "18"
+
+Every pattern here looks a bounded number of words ahead.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from grpo_lab.verifiers.canonical import CURRENCY, prose_words
+from grpo_lab.verifiers.quantity import exact_value, is_value_word, read_quantity
+
+_NOT_A_UNIT = (
+    r"(?:because|since|as|so|which|that|if|when|while|after|before|for|from|with|by|than|is|are|was|equals?|and|or|to|of|in"
+    r"|out|per|over|remainder|times|plus|minus)\b"
+)
+_UNITS_AHEAD = rf"(?:\s+(?!{_NOT_A_UNIT})[^\W\d_]{{1,20}}\.?){{0,3}}?"
+_DOLLARS = r"\s?(?:\\?[$€£¥]|\\\()?\s?"
+_NEXT_FIGURE = rf"{_DOLLARS}(?=[-−]?\.?\d)"
+_ROUNDING = r"(?!\s?\d+\s+(?:decimal|significant|s\.?f|d\.?p|dp\b|places?\b|digits?\b))"
+_FOLLOWING = re.compile(
+    rf"{_UNITS_AHEAD}(?:\$|\\\))?(?:\s*,)?\s*(?:\b(?:and|or|remainder|rem\.?|versus|vs\.?|through)\b|&)\s*{_NEXT_FIGURE}"
+    rf"|{_UNITS_AHEAD}(?:\$|\\\))?\s+(?:to|out of(?: (?:the|every|each|all|a total of))?)\b{_ROUNDING}\s*{_NEXT_FIGURE}"
+    rf"|(?:\$|\\\))?\s+(?:over|times|plus|minus|divided by|multiplied by)\b\s*{_NEXT_FIGURE}"
+    rf"|\s?[rR]\s?(?=\d)",
+    re.IGNORECASE,
+)
+_OF_OR_IN = re.compile(rf"(?:\$|\\\))?\s+(?:(of)|in|per|by)\b\s*{_NEXT_FIGURE}", re.IGNORECASE)
+_ENDS = re.compile(r"[$*\s.!)]*(?:chance|chances|odds|people)?[*\s.!]*$", re.IGNORECASE)
+_MEASURE = (
+    r"(?:h|hr|hrs|hours?|min|mins|minutes?|days?|weeks?|months?|years?|ft|feet|foot|yards?|m|met(?:er|re)s?|km|kilomet(?:er|re)s?"
+    r"|lb|lbs|pounds?|kg|kilograms?|stone|gallons?|dollars?|euros?|degrees?)"
+)
+_SMALLER_MEASURE = re.compile(rf"\s?{_MEASURE}\b,?\s+(?=\d)", re.IGNORECASE)
+_VERB = re.compile(r"\b(?:is|are|equals|was)\b:?|=|:")
+_LIST = re.compile(
+    r"(?:\s+[^\W\d_]{1,20}){1,2}(?:\s*,\s*(?:and\s+)?\d[\d,.]*(?:\s+[^\W\d_]{1,20}){1,2}){1,8}\s*\.?\s*$"
+)
+
+_SCALE = "dozen|hundred|thousand|million|billion|trillion|lakh|crore|gross|score|half|halve"
+_ASKED = re.compile(
+    rf"\bhow many (?:[a-z]+ ){{0,2}}?({_SCALE})s?(?![\w-])|\b(?:how much|how many|what)\b[^.?!]{{0,200}}?\bin ({_SCALE})s(?![\w-])",
+    re.IGNORECASE,
+)
+
+
+def asked_unit(question: str) -> Fraction | None:
+    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands of dollars, …?`; else None."""
+    found = _ASKED.search(question)
+    return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
+
+
+def whole_number(text: str, start: int, end: int) -> int:
+    """Where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
+    read = read_quantity(text, start)
+    if read is not None and not read.plain:
+        end = max(end, read.end)
+    listed = _LIST.match(text, end)
+    if listed:
+        return listed.end()
+    following = _FOLLOWING.match(text, end) or _SMALLER_MEASURE.match(text, end)
+    if following is None:
+        following = _OF_OR_IN.match(text, end)
+        if following is None:
+            return end
+        second = _figure_end(text, following.end())
+        return second if following[1] or _ENDS.match(text, second) else end
+    return _figure_end(text, following.end())
+
+
+def _figure_end(text: str, start: int) -> int:
+    read = read_quantity(text, start)
+    return read.end if read else start
+
+
+def number_in_words(text: str) -> str | None:
+    """The text, where it is a number written in words, alone or with what it counts: `five thousand`, `three eggs`."""
+    text = text.strip()
+    if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
+        return None
+    read = read_quantity(text)
+    if read is None:
+        return None
+    rest = text[read.end :]
+    counted = re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", rest)
+    return text if counted is not None else None
+
+
+def stated_in_words(content: str) -> str | None:
+    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
+    content = content.strip(" \t\n*_.\"'")
+    return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
+
+
+_MAX_SPAN = 600
+_MAX_EXPRESSION = 2000
+_SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
+_CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
+_CURRENCY_CLASS = re.escape(CURRENCY)
+NUMBER = re.compile(
+    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?",
+)
+_LEADING = re.compile(
+    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
+)
+_LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")
+_PERCENT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
+_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|(?<!\d):|:(?!\d)")  # 3:5 is a ratio
+_NEXT_SUBJECT = re.compile(
+    r"[\s*$]*[-+]?[^\w\s]?\d[\d,./]*[\s*$]*(?:[^\W\d_]+\s+){0,3}?[^\W\d_]*\s*(?:[,;&]|\band\b|\bor\b|\bwhile\b|\bbut\b)"
+    r"(?:\s*(?:and|or|while|but)\b)?([\s$*]+(?:[^\W\d_]+[\s$*']*){1,4})"
+)
+_SUMMARY = re.compile(
+    r"\b(?:total|sum|answer|result|so|thus|hence|therefore|which|that|this|it|final|difference|product|altogether|overall)\b",
+    re.IGNORECASE,
+)
+_SHARE_AFTER = re.compile(  # "8 out of 10", "3:5", "17 or 18": not the one figure
+    r"(?:\s+out of(?: (?:the|every|each|all))? |:|\s+or \\?\$?)\d[\d,]*(?:\.\d+)?", re.IGNORECASE
+)
+_BETWEEN_TWO = re.compile(r"\s+and \\?\$?\d[\d,]*(?:\.\d+)?", re.IGNORECASE)
+_SIGN_IN_WORDS = re.compile(r"(?:minus|negative)\s+(?=\\?\W?\d)", re.IGNORECASE)
+_COUNTED_IN_WORDS = re.compile(  # "two out of 5", "minus 5": the one figure is not the number
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|million|billion|dozen)\b"
+    r"(?:\s+[^\W\d_]+){0,2}?\s+(?:out of|of|in|and|or|to)(?:\s+(?:the|every))?\s+\W?\d|\b(?:minus|negative)\s+\W?\d",
+    re.IGNORECASE,
+)
+_FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)  # 18, -3.5: an expression at sight
+_MARKDOWN = " \t\r\n*_`>"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of mathematics between delimiters: `text[start:end]`, and its inside."""
+
+    start: int
+    end: int
+    inside: str
+
+
+def math_spans(text: str) -> list[Span]:
+    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money, not mathematics."""
+    spans: list[Span] = []
+    opened: tuple[str, int, int] | None = None
+    for token in _SPAN_TOKEN.finditer(text):
+        mark = token[0]
+        if mark == r"\$":
+            continue
+        if opened is not None and mark == _CLOSING[opened[0]]:
+            inside = text[opened[2] : token.start()]
+            if inside.strip() and len(inside) <= _MAX_SPAN and not ("$" in mark and _is_prose(inside)):
+                spans.append(Span(opened[1], token.end(), inside))
+                opened = None
+                continue
+        opened = (mark, token.start(), token.end()) if mark in _CLOSING else None
+    return spans
+
+
+def _is_prose(inside: str) -> bool:
+    return "\n\n" in inside or len(prose_words(inside)) > 1
+
+
+def is_expression(text: str) -> bool:
+    """True when the text is one expression through and through: no sentence around it."""
+    return (
+        0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text and not prose_words(text)
+    )
+
+
+def joined(parts: list[str]) -> str:
+    """Several answers as one list, each once, in order."""
+    return ", ".join(dict.fromkeys(part.strip() for part in parts))
+
+
+@lru_cache(maxsize=1024)
+def stated_expression(content: str) -> str | None:
+    """The one expression that a short text states, None where it states none or leaves a choice.
+
+    In order: all of it; what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only
+    expression in it.
+    """
+    content = content.strip(_MARKDOWN).rstrip(".")
+    if _FIGURES.fullmatch(content):
+        return content
+    return _whole_or_leading(content) or _after_last_verb(content) or _only(content)
+
+
+def _whole_or_leading(content: str) -> str | None:
+    content = content.strip(_MARKDOWN)
+    if is_expression(content.replace("$", "")) and not _several_spans(content):
+        return content
+    spans = math_spans(content)
+    if spans and spans[0].start == 0:
+        return _leading_spans(content, spans)
+    return _leading_number(content)
+
+
+def _leading_number(content: str) -> str | None:
+    """The number a text begins with, and all that belongs to it; `minus 5` and `negative 5` are -5."""
+    leading = _LEADING.match(content)
+    if leading:
+        return content[: whole_number(content, 0, leading.end())]
+    sign = _SIGN_IN_WORDS.match(content)
+    rest = _leading_number(content[sign.end() :]) if sign else None
+    return f"-{rest}" if rest else None
+
+
+def _several_spans(content: str) -> bool:
+    return content.count("$") > 2 and len(math_spans(content)) > 1
+
+
+def _leading_spans(content: str, spans: list[Span]) -> str:
+    taken = [spans[0]]
+    for span in spans[1:]:
+        if not _LIST_GLUE.fullmatch(content, taken[-1].end, span.start):
+            break
+        taken.append(span)
+    if len(taken) > 1:
+        return joined([span.inside for span in taken])
+    return _with_what_follows(content, taken[0])
+
+
+def _with_what_follows(content: str, span: Span) -> str:
+    """The inside of a span, `12 million` for `$12$ million`, `8 out of 10` for `$8$ out of $10$`."""
+    inside = span.inside.strip()
+    if _PERCENT_AFTER.match(content, span.end):
+        return inside + r"\%"
+    if re.fullmatch(r"[-+]?[\d.,]*\d", inside) is None:
+        return inside
+    following = inside + content[span.end :]
+    whole = following[: whole_number(following, 0, len(inside))]
+    return whole.replace("$", "")
+
+
+def _after_last_verb(content: str) -> str | None:
+    spans = math_spans(content)
+    heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
+    if not heads or _side_by_side(content, heads):
+        return None
+    return _whole_or_leading(content[heads[-1].end() :])
+
+
+def _side_by_side(content: str, heads: list[re.Match[str]]) -> bool:
+    """`x is 3 and y is 5`, `Anna: 3, Tomas: 5`: the last statement is one of two, not what the text comes to."""
+    if len(heads) < 2:
+        return False
+    between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
+    return between is not None and not _SUMMARY.search(between[1])
+
+
+def _only(content: str) -> str | None:
+    found = expressions_in(content)
+    return found[0][1] if len(found) == 1 and not _COUNTED_IN_WORDS.search(content) else None
+
+
+def expressions_in(text: str) -> list[tuple[int, str]]:
+    """(end position, expression) of every math span, and of every number outside of spans, in order."""
+    spans = math_spans(text)
+    found = [
+        (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
+    ]
+    cursor = 0
+    for start, end in [(span.start, span.end) for span in spans] + [(len(text), len(text))]:
+        found += _numbers(text, cursor, start)
+        cursor = end
+    return sorted(found)
+
+
+def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
+    """Every number in `text[start:stop]`, `12 million` and `8 out of 10` as one."""
+    found: list[tuple[int, str]] = []
+    done = start
+    for match in NUMBER.finditer(text, start, stop):
+        if match.start() < done:
+            continue
+        read = read_quantity(text, match.start())
+        end = match.end() if read is None or read.plain else max(match.end(), read.end)
+        between = text[max(0, match.start() - 9) : match.start()].rstrip("$\\ ").lower().endswith("between")
+        share = (_BETWEEN_TWO if between else _SHARE_AFTER).match(text, end)
+        end = share.end() if share else end
+        done = end if end <= stop else match.end()
+        found.append((done, text[match.start() : done]))
+    return found
+
+
+def last_expression(text: str) -> str | None:
+    """The last number or stretch of mathematics, for lenient reading."""
+    found = expressions_in(text)
+    return found[-1][1] if found else None

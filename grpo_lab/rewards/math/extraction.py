@@ -1,0 +1,344 @@
+r"""Which part of a completion is its answer.
+
+1. With `</think>`: only what follows it. An unclosed `<think>` holds no answer yet (strict), or all there is (lenient).
+2. The markers, each valid only with an answer in it:
+   `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `#### ..`, a line `A: ..`, "the answer is .." / "Answer: ..".
+3. What comes after the first valid marker is cut where the model runs on into a question of its own (`run_on`).
+4. Within what is left: a closed `<answer>` decides, by the last one; otherwise the last marker in the text wins.
+   Boxes that belong together (`\boxed{1} and \boxed{2}`) are one list.
+5. No marker: strict reads nothing; lenient reads all of it when it is one expression, else the last expression.
+
+All scans are linear in the length of the completion.
+
+Where the `\boxed{...}` and `\fbox{...}` of a text are, and `\boxed 5`. Linear in its length.
+
+Is `#### ...` a markdown heading, or GSM8K's mark before the answer?
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+from grpo_lab.rewards.math.expression import (
+    is_expression,
+    joined,
+    last_expression,
+    number_in_words,
+    stated_expression,
+    stated_in_words,
+)
+from grpo_lab.rewards.math.run_on import next_turn_start, run_on_start
+
+_NUMBERED = re.compile(r"(\d{1,3})[.)]\s+[^\W\d_]")
+_HEADING = re.compile(r"(?:step|part|case|solution|question|problem)\b", re.IGNORECASE)
+
+
+def is_heading(line: str, before: str) -> bool:
+    """`line` follows the hashes, `before` is the text in front of them.
+
+    `#### Step 1`, `#### 1. Add`, and `#### 2. Multiply` after an item 1 are headings. `#### 30. Jeff walks ...` with no item 29
+    before it is the answer 30.
+    """
+    if line.startswith("#") or _HEADING.match(line):
+        return True
+    numbered = _NUMBERED.match(line)
+    if numbered is None:
+        return False
+    number = int(numbered[1])
+    item = re.compile(rf"^[#*\s]{{0,8}}(?:(?:step|part)\s+)?{number - 1}[.):]", re.MULTILINE | re.IGNORECASE)
+    return number <= 1 or item.search(before) is not None
+
+
+_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"[-+]?\$?[\d.,/]*\d|\\[a-zA-Z]+[^$\n]{0,80}|[a-zA-Z]\b")
+
+
+class Place(NamedTuple):
+    """A box: the whole command is `[start, end)`, what it holds `[inside, inside_end)`."""
+
+    start: int
+    end: int
+    inside: int
+    inside_end: int
+
+
+def closed_boxes(text: str) -> list[Place]:
+    """Outermost closed boxes, by one pass with a stack; a box that never closes is none."""
+    first = _first_box(text)
+    if first is None:
+        return []
+    closed: list[Place] = []
+    stack: list[tuple[int, int] | None] = []  # (start of the command, start of the inside); None: some other brace
+    pending: re.Match[str] | None = None
+    for token in _BOX_TOKEN.finditer(text, first):
+        mark = token[0]
+        head = pending if pending is not None and pending.end() == token.start() else None
+        pending = None
+        if mark.startswith((r"\boxed", r"\fbox")):
+            pending = token
+            bare = _BARE_BOX.match(text, token.end())
+            if bare:
+                _close_box(closed, Place(token.start(), bare.end(), bare.start(), bare.end()))
+        elif mark == "{":
+            stack.append((head.start(), token.end()) if head is not None else None)
+        elif mark == "}" and stack:
+            opened = stack.pop()
+            if opened is not None:
+                _close_box(closed, Place(opened[0], token.end(), opened[1], token.start()))
+    return closed
+
+
+def _first_box(text: str) -> int | None:
+    """Where the backslashes before the first `boxed` or `fbox` begin (`\\\\boxed` is a line break); no brace before it matters."""
+    found = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
+    while found > 0 and text[found - 1] == "\\":
+        found -= 1
+    return found if found >= 0 else None
+
+
+def _close_box(closed: list[Place], box: Place) -> None:
+    while closed and closed[-1].start > box.start:
+        closed.pop()  # it lies inside this one
+    closed.append(box)
+
+
+Mode = Literal["strict", "lenient"]
+Marker = Literal["answer_tag", "boxed", "hashes", "a_line", "phrase", "whole", "last_expression", "last_letter"]
+T = TypeVar("T")
+
+_HASHES = re.compile(r"####[ \t]*")
+_A_LINE = re.compile(r"^[ \t>*_#-]{0,8}A[*_]{0,2}:[*_]{0,2}[ \t]*", re.MULTILINE)
+_PHRASE = re.compile(
+    r"\b(?:answers?|ans)\b[*_]{0,3}(?:[ \t,(][^.:=?!\n$\\]{0,60}?)?[ \t*_]{0,3}(?:\bis\b|\bare\b|\bwas\b|\bequals\b|\bwould be\b|\bwill be\b|\bshould be\b|:|=)",
+    re.IGNORECASE,
+)
+_FILLER = re.compile(
+    r"[\s*_:,]*(?:(?:indeed|therefore|thus|simply|just|now|hence|approximately|about|exactly|equal to|given by|then|actually"
+    r"|still|clearly|as follows|option|choice)\b)?[\s*_:,]*",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"(?:not|n't|never|incorrect|wrong|unknown|unclear)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$|[*\"'])|\n")
+_DISPLAY = re.compile(r"\$\$|\\\[|\\begin\{")
+_DISPLAY_END = {"$$": "$$", "\\[": "\\]", "\\begin{": "\\end{"}
+_CHECKING = re.compile(
+    r"(?:check|verif|confirm|test|guess)\w*\s+(?:that\s+)?(?:our|the|this|my|your|an)?\s*$", re.IGNORECASE
+)
+_LAST_LETTER = re.compile(r"(?<![A-Za-z'\d])(?<!not )(?<!nor )(?<!than )([A-H])(?![A-Za-z'\d])")
+_TASK_IN_LINE = re.compile(r"\s(?:Question|Problem|Exercise|Q|User|Human)\s?\d{0,3}:")
+_WINDOW = 700
+_KEPT = 24
+_LONGEST_READ = 4000
+_BOX_GLUE_CHARS = 60
+_CONNECTOR = re.compile(r"\band\b|\bor\b|,|;")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`text` as written, the `marker` that led to it, its place `[start, end)`; `weak`: plain words after a phrase."""
+
+    text: str
+    marker: Marker
+    start: int
+    end: int
+    weak: bool = False
+
+
+def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
+    """The model's own final answer in a completion, or None where it gives none."""
+    text = _after_thinking(completion)
+    if text is None:
+        if mode == "strict":
+            return None
+        text = completion
+    text = text[: next_turn_start(text)]
+    found = _markers(text)
+    if not found:
+        return _last_resort(text) if mode == "lenient" else None
+    own_end = run_on_start(text, min(found, key=lambda answer: answer.end).end)
+    return _final([answer for answer in found if answer.start < own_end], text)
+
+
+def _after_thinking(completion: str) -> str | None:
+    """What follows the (first) closed thinking; None while thinking is still open."""
+    _, closed, text = completion.partition("</think>")
+    if not closed:
+        opened = completion.find("<think>")
+        if opened == -1:
+            return completion
+        before = completion[:opened]
+        return before if _markers(before) else None
+    again = text.find("<think>")  # a second round of thinking: run-on if an answer stands before it
+    while again != -1 and not _markers(text[:again]):
+        _, closed, text = text[again:].partition("</think>")
+        if not closed:
+            return None
+        again = text.find("<think>")
+    return text if again == -1 else text[:again]
+
+
+def _markers(text: str) -> list[Answer]:
+    tags = _answer_tags(text)
+    if tags:
+        return tags
+    return _untagged_markers(text)
+
+
+def _untagged_markers(text: str) -> list[Answer]:
+    """Everything but `<answer>`, in order of appearance. What overlaps with a box is the box's: "answer is $\\boxed{5}$"."""
+    boxes = boxed_answers(text)
+    starts = [box.start for box in boxes]
+
+    def overlaps_a_box(answer: Answer) -> bool:
+        before = bisect_right(starts, answer.end - 1) - 1  # the last box that starts before this ends
+        return before >= 0 and boxes[before].end > answer.start
+
+    others = [answer for answer in _hashes(text) + _a_lines(text) + _phrases(text) if not overlaps_a_box(answer)]
+    return sorted(boxes + others, key=lambda answer: (answer.start, answer.end))
+
+
+def _final(own: list[Answer], text: str) -> Answer:
+    firm = [answer for answer in own if not answer.weak] or own
+    last = max(firm, key=lambda answer: (answer.end, answer.start))
+    return _joined_boxes(firm, text) if last.marker == "boxed" else last
+
+
+def _joined_boxes(firm: list[Answer], text: str) -> Answer:
+    boxes = [answer for answer in firm if answer.marker == "boxed"]
+    group = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        if not _belong_together(text[box.end : group[0].start]):
+            break
+        group.insert(0, box)
+    return Answer(joined([box.text for box in group]), "boxed", group[0].start, group[-1].end)
+
+
+def _belong_together(between: str) -> bool:
+    if len(between) > _BOX_GLUE_CHARS or "\n\n" in between or ". " in between:
+        return False
+    words = re.findall(r"[^\W\d_]+", re.sub(r"\\[a-zA-Z]+", " ", between))
+    connectors = _CONNECTOR.findall(between)
+    others = len([word for word in words if word not in ("and", "or")])
+    if "or" in connectors:  # "x = 2 or x = 3" is two solutions; "or, as a mixed number, ..." is one, said twice
+        return others <= 1
+    if "and" in connectors:
+        return others <= 4 and len(connectors) <= 2
+    return bool(connectors) and all(len(word) == 1 for word in words)
+
+
+def _last_resort(text: str) -> Answer | None:
+    stripped = text.strip()
+    one_piece = "\n" not in stripped or stripped.startswith("\\begin{")
+    if one_piece and len(stripped) <= _WINDOW and is_expression(stripped.replace("$", "")):
+        return Answer(stripped, "whole", 0, len(text))
+    first_digit = re.search(r"\d", text)
+    own = text[: run_on_start(text, first_digit.end())] if first_digit else text
+    answer = last_expression(own)
+    if answer is not None:
+        return Answer(answer, "last_expression", 0, len(own))
+    letters = _LAST_LETTER.findall(own)
+    return Answer(letters[-1], "last_letter", 0, len(own)) if letters else None
+
+
+def _answer_tags(text: str) -> list[Answer]:
+    """`<answer>` blocks; the last may be open (engines cut the stop string `</answer>` off)."""
+    found = []
+    start = text.find("<answer>")
+    while start != -1:
+        end = text.find("</answer>", start)
+        stop = len(text) if end == -1 else end
+        inner_start = text.rfind("<answer>", start, stop) + len("<answer>")
+        content = _inside_tag(text[inner_start:stop])
+        if content:
+            found.append(Answer(content, "answer_tag", start, len(text) if end == -1 else end + len("</answer>")))
+        start = -1 if end == -1 else text.find("<answer>", end)
+    return found
+
+
+def _inside_tag(content: str) -> str:
+    inner = _untagged_markers(content)
+    if inner:
+        return _final(inner, content).text
+    return _read(content)
+
+
+def _read(content: str) -> str:
+    """The expression that the content of a firm marker states, or its words as they are."""
+    if len(content) > _LONGEST_READ:
+        return content.strip()
+    return stated_expression(content) or stated_in_words(content) or content.strip()
+
+
+def boxed_answers(text: str) -> list[Answer]:
+    """Outermost closed boxes with something in them."""
+    found = []
+    for box in _first_and_last(closed_boxes(text)):
+        content = text[box.inside : box.inside_end]
+        if any(map(str.isalnum, content)):
+            found.append(Answer(_read(content), "boxed", box.start, box.end))
+    return found
+
+
+def _hashes(text: str) -> list[Answer]:
+    found = []
+    for head in _first_and_last(list(_HASHES.finditer(text))):
+        line = _line(text, head.end()).split("####")[0]
+        if not is_heading(line, text[max(0, head.start() - _LONGEST_READ) : head.start()]):
+            found += _stated(line, "hashes", head.start(), head.end())
+    return found
+
+
+def _a_lines(text: str) -> list[Answer]:
+    found = []
+    for head in _first_and_last(list(_A_LINE.finditer(text))):
+        found += _stated(_line(text, head.end()), "a_line", head.start(), head.end())
+    return found
+
+
+def _phrases(text: str) -> list[Answer]:
+    found = []
+    begin = text.lower().find("ans") if text.isascii() else 0
+    for head in _first_and_last(list(_PHRASE.finditer(text, begin)) if begin >= 0 else []):
+        start = head.end()
+        for _ in range(3):
+            start = _FILLER.match(text, start, start + _WINDOW).end()  # type: ignore[union-attr]  # it matches nothing too
+        content = _sentence(text[start : start + _WINDOW])
+        if not _NEGATED.match(content) and not _CHECKING.search(text[max(0, head.start() - 40) : head.start()]):
+            found += _stated(content, "phrase", head.start(), start)
+    return found
+
+
+def _stated(content: str, marker: Marker, start: int, content_start: int) -> list[Answer]:
+    """The answer in a marker's content: what it states, or a few plain words (weak); else it is no marker."""
+    answer = stated_expression(content)
+    words = content.strip(" \t*_.\"'")
+    if answer is None:
+        words = stated_in_words(words) or words
+    if answer is None and number_in_words(words) is None and not 0 < len(words.split()) <= 3:
+        return []
+    return [Answer(answer or words, marker, start, content_start + len(content), weak=answer is None)]
+
+
+def _line(text: str, start: int) -> str:
+    """To the end of the line, or to a new task within it."""
+    window = text[start : start + _WINDOW].partition("\n")[0]
+    task = _TASK_IN_LINE.search(window)
+    return window[: task.start()] if task else window
+
+
+def _first_and_last(places: list[T]) -> list[T]:
+    """Only the first answers (run-on) and the last ones (the final answer) matter: bounds the work on hostile text."""
+    return places if len(places) <= 2 * _KEPT else places[:_KEPT] + places[-_KEPT:]
+
+
+def _sentence(window: str) -> str:
+    """Up to the end of the sentence or line; a displayed formula to its own end."""
+    display = _DISPLAY.match(window)
+    if display:
+        end = window.find(_DISPLAY_END[display[0]], display.end())
+        return window[: end + 2] if end != -1 and display[0] != "\\begin{" else window
+    end_match = _SENTENCE_END.search(window)
+    return window[: end_match.start()] if end_match else window

@@ -1,0 +1,1 @@
+"""Programs behind walls, and the pool of worker processes."""

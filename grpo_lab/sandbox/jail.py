@@ -1,0 +1,215 @@
+"""A process in a jail: started, waited for, ended with everything it left behind.
+
+    worker ── watcher ── jailed process (first of its namespaces) ── what it starts
+
+The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed process along;
+as the reaper of orphans it also finds children that went into sessions of their own, where no namespace holds them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from grpo_lab.sandbox import kernel, walls
+from grpo_lab.sandbox.walls import Allowance
+
+_CLEARING_S, _GRACE_S = 0.5, 0.7
+_ALIVE, _FAULT = 8, 9
+"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put up."""
+
+
+class Jailed:
+    """A running jail. ``status`` is None while it runs, then its exit status (128 + n when signal n ended it).
+
+    ``fault``: why its walls could not be put up, so that its task never began; a matter of ours, not of what should have run.
+    """
+
+    def __init__(self, watcher: int, fault: int) -> None:
+        self._watcher, self._fault_pipe = watcher, fault
+        self._handle = os.pidfd_open(watcher)
+        self.status: int | None = None
+        self.fault = ""
+
+    def fileno(self) -> int:
+        """Readable when the process has ended."""
+        return self._handle
+
+    def poll(self) -> int | None:
+        if self.status is None:
+            pid, raw = os.waitpid(self._watcher, os.WNOHANG)
+            if pid:
+                self._end(raw)
+        return self.status
+
+    def _end(self, raw: int) -> None:
+        self.status = os.waitstatus_to_exitcode(raw)
+        with contextlib.suppress(BlockingIOError):
+            self.fault = os.read(self._fault_pipe, 4096).decode("utf-8", "replace")
+        os.close(self._fault_pipe)
+        os.close(self._handle)
+
+    def kill(self) -> None:
+        """End it and everything in it; back when nothing of it is left."""
+        if self.poll() is not None:
+            return
+        os.kill(self._watcher, signal.SIGTERM)
+        if not select.select([self._handle], [], [], _GRACE_S)[0]:
+            os.kill(self._watcher, signal.SIGKILL)
+        if self.status is None:
+            self._end(os.waitpid(self._watcher, 0)[1])
+
+
+def spawn(
+    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str
+) -> Jailed:
+    """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if not kept."""
+    fault, theirs = os.pipe()
+    os.set_blocking(fault, False)
+    watcher = os.fork()
+    if watcher == 0:
+        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, up, allowance, folder, os.getppid())
+    os.close(theirs)
+    return Jailed(watcher, fault)
+
+
+def _last_resort(fault: int, function: Callable[..., None], *args: Any) -> NoReturn:
+    """A child never returns into its parent's code, whatever happens."""
+    status = 1
+    try:
+        function(*args)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(fault, f"{type(error).__name__}: {error}".encode()[:4000])
+    finally:
+        os._exit(status)
+
+
+class _Stop(BaseException):
+    pass
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stop
+
+
+def _watch(
+    task: Callable[[], None],
+    keep: Mapping[int, int],
+    up: frozenset[str],
+    allowance: Allowance,
+    folder: str,
+    worker: int,
+) -> None:
+    os.setsid()
+    _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
+    job = os.getpid()
+    if "namespaces" in up:
+        walls.enter_namespaces()
+    if kernel.known_machine():
+        kernel.adopt_orphans()
+        kernel.die_with_parent(signal.SIGTERM)
+    if os.getppid() != worker:
+        return
+    alive, mine = os.pipe()
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        inner = os.fork()
+        if inner == 0:
+            os.close(mine)
+            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, up, allowance, folder, job)
+        for fd in {*keep.values(), alive} - {0, 1, 2}:
+            os.close(fd)
+        status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+    except _Stop:
+        status = -signal.SIGKILL
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_descendants(walls.job_user(job) if "user" in up and "namespaces" not in up else None)
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+def _end_descendants(user: int | None) -> None:
+    """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot multiply.
+
+    The children of one that ended become ours (``adopt_orphans``), whatever session they put themselves in.
+    """
+    if user is not None and os.fork() == 0:
+        _last_resort(_FAULT, _end_user, user)
+    deadline = time.monotonic() + _CLEARING_S
+    while time.monotonic() < deadline:
+        stopped: set[int] = set()
+        while fresh := set(_below(os.getpid())) - stopped:
+            _signal(fresh, signal.SIGSTOP)
+            stopped |= fresh
+        _signal(stopped, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _end_user(user: int) -> None:
+    walls.become(user)
+    if os.getuid() == user:  # and not a user that others are, too
+        os.kill(-1, signal.SIGKILL)
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _below(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            children = [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+    return children + [one for child in children for one in _below(child)]
+
+
+def _inside(
+    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str, job: int
+) -> None:
+    os.setsid()
+    _only(keep)
+    walls.put_up(up, allowance, folder, job)
+    if kernel.known_machine():
+        kernel.die_with_parent(signal.SIGKILL)
+    if select.select([_ALIVE], [], [], 0)[0]:
+        return  # the watcher had ended before that
+    os.close(_ALIVE)
+    os.set_inheritable(_FAULT, False)  # closed by the kernel once another program has begun
+    task()
+
+
+def _only(keep: Mapping[int, int]) -> None:
+    """The descriptors of this process: ``keep``, and ``/dev/null`` for what is missing of 0 to 2."""
+    null = os.open(os.devnull, os.O_RDWR)
+    wanted = {0: null, 1: null, 2: null, **keep}
+    high = {there: os.dup2(here, 100 + there) for there, here in wanted.items()}
+    for there, here in high.items():
+        os.dup2(here, there)
+    _close_all_but(set(wanted))
+
+
+def _close_all_but(wanted: set[int]) -> None:
+    last = 0
+    for there in [*sorted(wanted), 1 << 20]:
+        if last < there:  # closerange(0, 0) would close all
+            os.closerange(last, there)
+        last = there + 1

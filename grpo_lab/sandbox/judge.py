@@ -1,0 +1,233 @@
+"""Runs inside a worker process (``pool.WorkerPool``): one program against one row's tests, in jails, under one clock.
+
+This process never runs the program and never runs the tests; it starts who does, reads the tester's report (or a script's output), and
+ends everything at the limit. It ends itself when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.sandbox import kernel, landlock, tester, view, walls
+from grpo_lab.sandbox.folder import empty_folder
+from grpo_lab.sandbox.jail import Jailed, spawn
+from grpo_lab.sandbox.walls import Allowance
+from grpo_lab.sandbox.wire import frame
+
+_HERE = Path(__file__).parent
+_OUTPUT_BYTES = 1 << 20
+_PROGRAM_CHARACTERS = 1 << 20
+_PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": view.INSIDE, "TMPDIR": view.INSIDE, "LANG": "C.UTF-8"}
+_ENVIRONMENT = {
+    **_PLACES,
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+def _boot() -> str:
+    """``wire`` and ``program`` as one text: the jailed interpreter can see none of our files."""
+    parts = [(_HERE / name).read_text(encoding="utf-8") for name in ("wire.py", "program.py")]
+    return "\n".join(parts).replace("from __future__ import annotations\n", "")
+
+
+_BOOT = _boot()
+
+
+def _program(kind: str) -> None:
+    text = f"{_BOOT}\nrun({kind!r}, 3)"
+    os.execve(view.INTERPRETER, [view.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _ENVIRONMENT)
+
+
+def _clock_ran_out(deadline: float) -> bool:
+    if os.getppid() != _parent():  # nobody is left to ask, or to end what runs here: it dies with this process
+        os._exit(1)
+    return time.monotonic() >= deadline
+
+
+@cache
+def _parent() -> int:
+    """Who forked this worker, first asked before its first program runs. It ends with the trainer."""
+    return os.getppid()
+
+
+def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
+    """What ``process`` wrote before it ended, and whether it ended by itself, within time and ``most`` bytes."""
+    os.set_blocking(pipe, False)
+    said = bytearray()
+    while process.poll() is None:
+        if _clock_ran_out(deadline) or len(said) > most:
+            process.kill()
+            return bytes(said), False
+        wait = min(0.25, max(0.0, deadline - time.monotonic()))
+        watched: list[Any] = [process, pipe] if len(said) <= most else [process]
+        select.select(watched, [], [], wait)
+        _drain(pipe, said, most)
+    _drain(pipe, said, most)
+    return bytes(said), len(said) <= most
+
+
+def _drain(pipe: int, said: bytearray, most: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while len(said) <= most:
+            chunk = os.read(pipe, 1 << 16)
+            if not chunk:
+                time.sleep(0.001)  # closed while the process goes on: readable for ever
+                return
+            said += chunk
+
+
+def _sound(*processes: Jailed) -> None:
+    for process in processes:
+        if process.fault:
+            raise RuntimeError(f"the walls of a jail could not be put up: {process.fault}")
+
+
+def judge(job: dict[str, Any]) -> dict[str, Any]:
+    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls stand."""
+    _parent()
+    if job["kind"] == "walls":
+        return {name: _missing(name, job["view"]) for name in walls.WALLS}
+    up = frozenset(job["walls"])
+    if not up & {"namespaces"} and kernel.known_machine():
+        kernel.hide_memory()
+    deadline = time.monotonic() + job["wall_seconds"]
+    if len(job["program"]) > _PROGRAM_CHARACTERS:
+        job = {
+            **job,
+            "program": "raise SystemExit('too long')",
+        }  # judged all the same: unusable tests are so for any program
+    if job["kind"] == "pairs":
+        return _pairs(job, up, deadline)
+    try:
+        total = len(job["tests"]) if job["kind"] == "calls" else tester.compiled(job["tests"], job["entry_point"])[1]
+    except tester.NoTests as error:
+        return {"passed": 0, "total": 0, "end": "unusable", "why": str(error)}
+    return _tested(job, up, total, deadline)
+
+
+def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
+    """A tester and a program, each in a jail, a socket between them, and the tester's report to here."""
+    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
+    for_tests = Allowance(job["wall_seconds"], job["memory_bytes"] + (1 << 28))
+    asks, answers = socket.socketpair()
+    report, writes = os.pipe()
+
+    def test() -> None:
+        if kernel.known_machine():
+            kernel.hide_memory()
+        tester.run(job, 3, 4)
+
+    with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
+        program = spawn(lambda: _program("calls"), {3: answers.fileno()}, up, allowance, folder)
+        testing = spawn(test, {3: asks.fileno(), 4: writes}, up, for_tests, apart)
+        try:
+            asks.close()
+            answers.close()
+            os.close(writes)
+            signs, ended = _follow(testing, report, _OUTPUT_BYTES, deadline)
+            if not signs.endswith(b"."):
+                select.select([program], [], [], 0.1)  # nobody asks any more, so that it ends by itself, or has ended
+            ended = ended and program.poll() != 128 + signal.SIGKILL  # which is how its processor time ends
+        finally:
+            os.close(report)
+            testing.kill()
+            program.kill()
+    _sound(testing, program)
+    return _verdict(signs, total, ended)
+
+
+def _verdict(signs: bytes, total: int, ended: bool) -> dict[str, Any]:
+    if b"?" in signs:
+        return {"passed": 0, "total": total, "end": "unusable", "why": signs.partition(b"?")[2].decode()}
+    passed, failed = signs.count(b"1"), signs.count(b"0")
+    whole = signs.endswith(b".") and not failed and passed >= total
+    total = max(total, passed + failed)
+    if not whole:
+        passed = min(passed, total - 1)  # what ends a run between two tests is a failure too
+    return {"passed": passed, "total": total, "end": "done" if ended else "limit", "why": ""}
+
+
+def _pairs(job: dict[str, Any], up: frozenset[str], deadline: float) -> dict[str, Any]:
+    """Each input to a run of its own, as a script; its output compared here, by line without white space at the ends."""
+    passed, end = 0, "done"
+    for given, expected in job["tests"]:
+        right, ended = _script(job, up, given, expected, deadline)
+        passed += right
+        end = end if ended else "limit"
+        if (not right and job["stop_early"]) or _clock_ran_out(deadline):
+            break
+    return {"passed": passed, "total": len(job["tests"]), "end": end, "why": ""}
+
+
+def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
+    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
+    ours, theirs = socket.socketpair()
+    output, writes = os.pipe()
+    typed = os.memfd_create("input")
+    with ours, theirs, empty_folder(up, deadline) as folder, os.fdopen(typed, "wb") as file:
+        file.write(given.encode("utf-8", "surrogatepass"))
+        file.flush()
+        os.lseek(typed, 0, os.SEEK_SET)
+        process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, up, allowance, folder)
+        try:
+            theirs.close()
+            os.close(writes)
+            ours.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):  # it ended before it read its program
+                ours.sendall(frame({"load": job["program"]}))
+            said, ended = _follow(
+                process, output, max(_OUTPUT_BYTES, 2 * len(expected.encode("utf-8", "surrogatepass"))), deadline
+            )
+        finally:
+            os.close(output)
+            process.kill()
+    _sound(process)
+    right = ended and process.status == 0 and _lines(said.decode("utf-8", "replace")) == _lines(expected)
+    return right, ended and process.status != 128 + signal.SIGKILL
+
+
+def _lines(text: str) -> list[str]:
+    return [
+        line.rstrip() for line in text.rstrip().split("\n")
+    ]  # `splitlines` would end one at a form feed or U+2028, too
+
+
+@cache
+def _missing(name: str, view_too: bool = True) -> str:
+    """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where they stand."""
+    if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
+        return "not known for this system and processor"
+    if name == "landlock" and not landlock.version():
+        return "this kernel has none"
+    if name == "user" and not walls.may_change_user():
+        return "only root may become another user"
+    alone = name == "user" and (not view_too or bool(_missing("namespaces")))
+    if alone and not walls.reachable_by_others(view.INTERPRETER):
+        return f"{view.INTERPRETER} is in a folder that only its owner may enter"
+    up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())
+    return _tried(frozenset(up))
+
+
+def _tried(up: frozenset[str]) -> str:
+    """A script in a jail with these walls: it must start and print."""
+    job = {"program": "print(1)", "cpu_seconds": 10.0, "memory_bytes": 1 << 29}
+    try:
+        right, _ = _script(job, up, "", "1", time.monotonic() + 20.0)
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return "" if right else "a trial program did not run behind it"
+
+
+__all__: Sequence[str] = ["judge"]

@@ -1,0 +1,227 @@
+"""What runs in the program's own process, after the walls are up: the model's program, and nothing that it could forge.
+
+The source of ``wire`` and of this file is the text that the jailed interpreter is started with; nothing is imported from us.
+This process holds no test, no expected value and no way to the tester's report. It is asked for values and calls, and
+answers with data; whatever it answers is compared elsewhere. So it may be taken over entirely by the program in it.
+
+Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``. Replies:
+``{"value": data, "args": per argument its new value where the call changed it in place, or null}`` or ``{"raised": …}`` (``pack_error``); ``{"back": id, "args"}`` calls a
+function of the tester's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib
+import operator
+import os
+import sys
+import types
+from typing import Any
+
+if __name__ == "grpo_lab.sandbox.program":  # in the jail the two stand in one text
+    from grpo_lab.sandbox.wire import RECURSION, Broken, Channel, pack, pack_error, unpack
+
+_CHANGING = (list, dict, set, bytearray, collections.deque)
+_QUESTIONS: dict[str, Any] = {
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "str": str,
+    "repr": repr,
+    "bool": bool,
+    "hash": hash,
+    "int": int,
+    "float": float,
+    "abs": abs,
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "invert": operator.invert,
+    "round": round,
+    "attr": getattr,
+    "item": lambda thing, key: thing[key],
+    "put": lambda thing, key, value: thing.__setitem__(key, value),
+    "del": operator.delitem,
+    "set": setattr,
+    "same": lambda thing, other: bool(thing == other),
+    "instance": lambda thing, other: isinstance(other, thing),
+    "subclass": lambda thing, other: issubclass(other, thing),
+    "enter": lambda thing: type(thing).__enter__(thing),
+    "aiter": aiter,
+    "math": lambda thing, name, other: getattr(operator, name)(thing, other),
+    "rmath": lambda thing, name, other: getattr(operator, name)(other, thing),
+}
+
+
+class Server:
+    """Answers the tester's requests about one program."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}  # an object that is asked for twice is one object there, too
+        self.errors: list[tuple[BaseException, int]] = []
+        self.loop: Any = None
+        self.module = types.ModuleType("solution")
+
+    def serve(self) -> None:
+        while True:
+            self.channel.send(self.answer(self.channel.receive()))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._do(request)
+        except Broken:
+            raise
+        except BaseException as error:  # the program's own, SystemExit and KeyboardInterrupt among them
+            again = next((number for mine, number in self.errors if mine is error), None)
+            return dict(pack_error(error, again))
+
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "load" in request:
+            return self._load(request["load"])
+        if "leave" in request:
+            thing, error = self.objects[request["leave"]], request["error"]
+            theirs = None if error is None else _as_error(error)
+            about = (None if theirs is None else type(theirs), theirs, None)
+            return {"value": bool(type(thing).__exit__(thing, *about)), "args": None}
+        if "get" in request:
+            return {"value": self._pack(self._find(request["get"])), "args": None}
+        given = [self._unpack(one) for one in request["args"]]
+        if "ask" in request:
+            return {"value": self._answered(request["what"], self.objects[request["ask"]], given), "args": None}
+        named = {name: self._unpack(one) for name, one in request["named"].items()}
+        called = self.objects[request["call"]]
+        value = called(*given, **named)
+        made = isinstance(called, type) and called.__module__ == "solution"  # an object even where it is a kind of list
+        after = [self._pack(one) if isinstance(one, _CHANGING) else None for one in given]
+        changed = [new if new != old else None for new, old in zip(after, request["args"])]
+        return {"value": self._keep(value) if made else self._pack(value), "args": changed if any(changed) else None}
+
+    def _answered(self, what: str, thing: Any, given: list[Any]) -> Any:
+        if what in ("await", "anext"):
+            return self._pack(self._awaited(thing if what == "await" else thing.__anext__()))
+        if what == "plain":  # what an object that is a kind of list, text, number holds; None for any other
+            return None if _is_exception(thing) else pack(thing, lambda value: self._keep(value))
+        value = _QUESTIONS[what](thing, *given)
+        if what in ("math", "rmath") and given and type(value).__module__ == "solution":
+            return self._keep(value)
+        return self._pack(value)
+
+    def _awaited(self, thing: Any) -> Any:
+        asyncio = importlib.import_module("asyncio")
+        self.loop = self.loop or asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await thing
+
+        return self.loop.run_until_complete(wait())
+
+    def _load(self, source: str) -> dict[str, Any]:
+        sys.modules["solution"] = self.module
+        if (
+            "class Solution" in source
+        ):  # as judges of contests have them: the heads that they give ask for `List` and import nothing
+            typing = importlib.import_module("typing")
+            vars(builtins).update(
+                {name: getattr(typing, name) for name in typing.__all__ if not hasattr(builtins, name)}
+            )
+        exec(compile(source, "<program>", "exec"), self.module.__dict__)
+        names = [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
+        return {"value": names, "args": None}
+
+    def _find(self, name: str) -> Any:
+        """A name of the program; else a method of its class ``Solution``, as judges of contests ask for them."""
+        if name in vars(self.module):
+            return vars(self.module)[name]
+        return getattr(vars(self.module)["Solution"](), name)
+
+    def _pack(self, value: Any) -> Any:
+        return pack(value, self._keep)
+
+    def _keep(self, value: Any) -> Any:
+        number = self.numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)
+        about = [[str(kind.__module__), kind.__name__] for kind in value.__mro__] if _is_exception(value) else None
+        return {"object": [number, about, type(value).__name__]}
+
+    def _unpack(self, data: Any) -> Any:
+        return unpack(data, self._refer)
+
+    def _refer(self, tag: str, reference: Any) -> Any:
+        if tag == "object":
+            return self.objects[reference]
+        if tag == "name":
+            return operator.attrgetter(reference[1])(importlib.import_module(reference[0]))  # `str.upper`, too
+        if tag == "named":
+            return collections.namedtuple(reference[0], reference[1])(*reference[2])
+        if tag == "iterator":
+            return self._theirs_one_by_one(reference)
+
+        def theirs(*args: Any, **named: Any) -> Any:
+            return self._ask_back(reference[0], args, named)
+
+        theirs.__name__ = theirs.__qualname__ = reference[1]
+        return theirs
+
+    def _theirs_one_by_one(self, reference: int) -> Any:
+        while True:
+            try:
+                one = self._ask_back(reference, (), {})
+            except StopIteration:
+                return
+            yield one
+
+    def _ask_back(self, number: int, args: Any, named: Any) -> Any:
+        packed = {name: self._pack(one) for name, one in named.items()}
+        self.channel.send({"back": number, "args": [self._pack(one) for one in args], "named": packed})
+        reply = self.channel.receive()
+        while "raised" not in reply and "value" not in reply:  # their function asks this program in turn
+            self.channel.send(self.answer(reply))
+            reply = self.channel.receive()
+        if "raised" not in reply:
+            return self._unpack(reply["value"])
+        error = _as_error(reply["raised"])
+        self.errors.append((error, reply["raised"]["again"]))
+        raise error
+
+
+def _is_exception(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def _as_error(said: dict[str, Any]) -> Exception:
+    """What a function of the tester's raised: the nearest of Python's own classes."""
+    for kind in (getattr(builtins, name, None) for _, name in said["kinds"]):
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(*unpack([*said["args"]], None))
+            except Exception:
+                return kind(said["text"])
+    return ValueError(said["text"])
+
+
+def run(kind: str, fd: int) -> None:
+    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run as a script, once)."""
+    from _sitebuiltins import Quitter, _Helper
+
+    sys.path[:] = [place for place in sys.path if place]
+    sys.setrecursionlimit(RECURSION)
+    for name in ("exit", "quit"):  # `site`, which brings them, is not loaded
+        setattr(builtins, name, Quitter(name, ""))
+    builtins.help = _Helper()
+    channel = Channel(fd)
+    if kind == "calls":
+        try:
+            Server(channel).serve()
+        except Broken:
+            return
+    source = channel.receive()["load"]
+    os.close(fd)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __file__=os.path.abspath("program.py"))
+    sys.modules["__main__"] = main
+    sys.argv[:] = ["program.py"]
+    exec(compile(source, "<program>", "exec"), main.__dict__)

@@ -1,0 +1,279 @@
+"""The program as its tester sees it: functions that are called in another process and give back plain data.
+
+What a test compares is data of the tester's own: a list that came over is a list, with Python's own ``==``. An object that is no
+plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``).
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import functools
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lab.sandbox.stand_in import DOC, YES_OR_NO, RemoteObject
+from grpo_lab.sandbox.wire import Broken, Channel, pack, pack_error, pack_name, refuse_tag, unpack
+
+_FUNCTIONS = (
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller,
+)  # fmt: skip
+_FROM_PROGRAMS = (
+    BaseException, list, tuple, dict, set, frozenset, collections.deque, slice, bytes, bytearray, complex, range,
+    collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView,
+)  # fmt: skip
+_MODULES_OF_DATA = ("decimal", "fractions", "datetime")
+_MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "await", "enter")
+
+
+def lacks_a_module(error: BaseException | None) -> bool:
+    """The tests' own import of what is not there. What the program raises has a message alone."""
+    return type(error) is ModuleNotFoundError and error.name is not None
+
+
+class ProgramGone(BaseException):
+    """The program ended, left by ``sys.exit``, or broke the channel: nothing that a test can catch as an ``Exception``."""
+
+
+class Unsendable(BaseException):
+    """The test hands the program what cannot be sent to it: the test is unusable, whatever the program."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException
+
+
+class Program:
+    """The connection to one program. ``gone`` once it can no longer answer: from then on no test passes."""
+
+    def __init__(self, fd: int) -> None:
+        self._channel = Channel(fd)
+        self._functions: list[Callable[..., Any]] = []
+        self._coroutines: dict[int, tuple[Any, int]] = {}
+        self._objects: dict[int, RemoteObject] = {}
+        self._classes: dict[str, type[RemoteObject]] = {}
+        self._raised: dict[tuple[str, str], type[Exception]] = {}
+        self._own_errors: list[Exception] = []
+        self._held: dict[int, Any] = {}
+        self._one_at_a_time = threading.RLock()  # tests may ask from threads: each gets the answer to its own question
+        self._loaded = False
+        self.gone = ""
+        self.refused = False  # a way to say yes was asked for and not given, in the running test
+        self.names: frozenset[str] = frozenset()
+
+    def load(self, source: str) -> None:
+        """Runs the program's own text. Raises what it raises."""
+        names = self._ask({"load": source})
+        self._loaded = True
+        self.names = (
+            frozenset(name for name in names if isinstance(name, str) and not name.startswith("__"))
+            if isinstance(names, list)
+            else frozenset()
+        )  # no `__path__`, from which `from solution import f` would load files into this process
+
+    def get(self, name: str) -> Any:
+        """A value of the program: plain data, or what stands for it."""
+        with self._one_at_a_time:
+            return self._ask({"get": name})
+
+    def call(self, number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        with self._one_at_a_time:
+            self._held.clear()
+            packed = {name: self._pack(value) for name, value in named.items()}
+            return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
+
+    def holds(self, number: int) -> Any:
+        """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says no other.
+        Asked afresh at every ``==``, it could be True to one and False to the next."""
+        if number not in self._held:
+            self._held[number] = self.ask(number, "plain")
+        return self._held[number]
+
+    def ask(self, number: int, what: str, *args: Any) -> Any:
+        with self._one_at_a_time:
+            if what in _MAY_CHANGE:
+                self._held.clear()
+            return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
+
+    def leave(self, number: int, error: Any) -> None:
+        """``__exit__`` of a context of the program's."""
+        self._held.clear()
+        self._ask({"leave": number, "error": error})
+
+    def _ask(self, request: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
+        if self.gone:
+            raise ProgramGone(self.gone)
+        try:
+            self._channel.send(request)
+            answer = self._take(self._channel.receive(), args)
+        except (
+            Exception
+        ) as error:  # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
+            self.gone = f"no answer in the form of one: {error!r:.200}"
+            raise ProgramGone(self.gone) from None
+        if isinstance(answer, _Raised):
+            ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
+            if ends and request.get("what") not in (
+                "next",
+                "anext",
+            ):  # `all(map(f, cases))` would end there, and be true
+                raise RuntimeError(f"the program raised {type(answer.error).__name__}")
+            raise answer.error
+        return answer
+
+    def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        while "back" in reply:
+            self._channel.send(self._called_back(reply))
+            reply = self._channel.receive()
+        if "raised" in reply:
+            return _Raised(self._as_raised(reply["raised"]))
+        value = unpack(reply["value"], self._stand_in)
+        for mine, changed in zip(args, reply.get("args") or ()):
+            if changed is not None:
+                _write_into(mine, unpack(changed, self._stand_in))
+        return value
+
+    def _called_back(self, reply: dict[str, Any]) -> dict[str, Any]:
+        function = self._functions[reply["back"]]
+        args = [unpack(one, self._stand_in) for one in reply["args"]]
+        named = {str(name): unpack(one, self._stand_in) for name, one in reply["named"].items()}
+        try:
+            return {"value": self._pack(function(*args, **named))}
+        except (Exception, Unsendable) as error:
+            self._own_errors.append(self._not_to_be_had(error))
+            return dict(pack_error(self._own_errors[-1], len(self._own_errors) - 1))
+
+    def _not_to_be_had(self, error: BaseException) -> Exception:
+        """What makes a test unusable where it asks for it fails it where the program does: it would choose between 0 and None."""
+        if isinstance(error, Exception) and not lacks_a_module(error):
+            return error
+        self.refused = True
+        return TypeError(str(error))
+
+    def _as_raised(self, said: dict[str, Any]) -> BaseException:
+        kinds = [(str(module), str(name)) for module, name in said["kinds"]]
+        args = [unpack(one, refuse_tag) for one in said["args"]]
+        if ("builtins", "SystemExit") in kinds and self._loaded:
+            left: BaseException = SystemExit(*args)
+            return left  # as in one interpreter: a test may expect it; one that does not fails by it
+        if ("builtins", "Exception") not in kinds:
+            self.gone = f"the program left by {kinds[:1]}"
+            return ProgramGone(self.gone)
+        if said["again"] is not None:
+            number = int(said["again"])
+            return self._own_errors[number]
+        return self._made(self.exception(kinds), args, str(said["text"]), said["held"])
+
+    def _made(self, kind: type[Exception], args: list[Any], text: str, held: dict[str, Any]) -> Exception:
+        own = kind.__module__ == "builtins"
+        try:
+            error = kind(*args) if own else kind.__new__(kind, *args)
+        except TypeError:
+            error = ValueError(text)
+        error.__dict__["_text"] = text
+        for name, value in {} if own else held.items():
+            if name.isidentifier() and not name.startswith("_"):
+                error.__dict__[name] = unpack(value, refuse_tag)
+        return error
+
+    def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
+        """The class of that name: Python's own, or one made here for one of the program's, under its nearest of Python's."""
+        module, name = kinds[0]
+        if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
+            own = getattr(sys.modules.get(module), name, None)
+            if isinstance(own, type) and issubclass(own, Exception):
+                return own
+        if kinds[0] not in self._raised:
+            base = self.exception(kinds[1:])
+            self._raised[kinds[0]] = type(name, (base,), {"__str__": lambda mine: mine.__dict__.get("_text", "")})
+        return self._raised[kinds[0]]
+
+    def _pack(self, value: Any) -> Any:
+        try:
+            return pack(value, self._send_opaque)
+        except TypeError:
+            self.refused = True  # a test that expects this very error of the program would be passed by any
+            raise
+
+    def _send_opaque(self, value: Any) -> Any:
+        if isinstance(value, RemoteObject):
+            return {"object": value._number}
+        if isinstance(getattr(value, "_remote", None), int):  # a named tuple of the program's
+            return {"object": value._remote}
+        if id(value) in self._coroutines:
+            return {"object": self._coroutines[id(value)][1]}
+        named = pack_name(value)
+        if named is not None:
+            return named
+        theirs = isinstance(value, type) and issubclass(value, BaseException | RemoteObject)
+        if theirs or isinstance(value, _FROM_PROGRAMS) or type(value).__module__ in _MODULES_OF_DATA:
+            raise TypeError(
+                "too deep, or an exception: a program may have made it so, and must not make a test unusable"
+            )
+        if hasattr(type(value), "__next__") and not hasattr(value, "read"):
+            self._functions.append(functools.partial(next, value))
+            return {"iterator": len(self._functions) - 1}
+        if not isinstance(value, _FUNCTIONS):
+            raise Unsendable(f"a {type(value).__name__} of the tests cannot be handed to the program")
+        self._functions.append(value)
+        return {"function": [len(self._functions) - 1, getattr(value, "__name__", "function")]}
+
+    def _stand_in(self, tag: str, reference: Any) -> Any:
+        if tag == "named":
+            return _named(*reference)
+        if tag != "object" or not isinstance(reference[0], int):
+            raise Broken("no reference of the program's")
+        number, about, kind = reference
+        if about and ["builtins", "Exception"] in about:
+            return self.exception([(str(module), str(name)) for module, name in about])
+        if kind == "coroutine":
+            return self._later(number)
+        if number not in self._objects:
+            made = self._classes.setdefault(str(kind), type(str(kind), (RemoteObject,), {"__doc__": DOC}))
+            self._objects[number] = made(self, number)
+        return self._objects[number]
+
+    def _later(self, number: int) -> Any:
+        """A coroutine here for one there: run there when it is awaited here."""
+
+        async def wait() -> Any:
+            return self.ask(number, "await")
+
+        coroutine = wait()
+        self._coroutines[id(coroutine)] = coroutine, number
+        return coroutine
+
+
+@functools.lru_cache(maxsize=256)
+def _named_class(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    if YES_OR_NO & set(fields):
+        raise Broken("fields that are named as questions of plain data")
+    return type(name, (collections.namedtuple(name, fields),), {})
+
+
+def _named(name: str, fields: list[str], values: list[Any], reference: dict[str, Any]) -> Any:
+    """A named tuple of the program's; handed back, it is the object that it was."""
+    value: Any = _named_class(name, tuple(fields))(*values)
+    if not isinstance(reference["object"][0], int):
+        raise Broken("no reference of the program's")
+    value._remote = reference["object"][0]
+    return value
+
+
+def _write_into(mine: Any, changed: Any) -> None:
+    """The argument as the call left it. Its inner containers are new ones."""
+    if isinstance(mine, list | bytearray) and isinstance(changed, list | bytearray):
+        mine[:] = changed
+    elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):
+        mine.clear()
+        mine.update(changed)
+    elif isinstance(mine, collections.deque) and isinstance(changed, collections.deque):
+        mine.clear()
+        mine.extend(changed)

@@ -1,0 +1,232 @@
+"""What stands in the tester for an object of the program's: every question about it is asked in the program's process.
+
+Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less than everything, or
+whose difference to anything is 0, passes nothing. Objects of the program among themselves are as the program says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from grpo_lab.sandbox.wire import pack_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpo_lab.sandbox.remote import Program
+
+YES_OR_NO = frozenset(
+    [
+        "startswith",
+        "endswith",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "isidentifier",
+        "islower",
+        "isnumeric",
+        "isprintable",
+        "isspace",
+        "istitle",
+        "isupper",
+        "issubset",
+        "issuperset",
+        "isdisjoint",
+        "is_integer",
+        "match",
+        "fullmatch",
+        "difference",
+        "symmetric_difference",
+    ]
+)
+"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
+
+_OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
+"""What plain differences are asked: ``(f(x) - datetime(…)).total_seconds() < 1``."""
+_PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
+
+
+class RemoteObject:
+    """Stands for an object in the program's process: can be called, asked for attributes and items, gone through.
+
+    ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order or content of it is
+    asked for, so that ``not f(x) - 3`` is no way to say yes.
+    """
+
+    def __init__(self, program: Program, number: int, derived: bool = False) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_derived", derived)
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        return self._program.ask(self._number, what, *args)
+
+    def _own(self, what: str, *args: Any) -> Any:
+        if self._derived:
+            self._refuse(f"no {what} of an object of the program's that was reckoned with the tests' data")
+        return self._ask(what, *args)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """The running test fails, even if it catches this: the program has seen the tests' data, and would be right in what comes next."""
+        self._program.refused = True
+        raise TypeError(why)
+
+    def _reckoned(self, what: str, name: str, other: Any) -> Any:
+        """Among the program's objects its word; with data, an object or nothing."""
+        theirs = isinstance(other, RemoteObject) and not other._derived and not self._derived
+        if not theirs and not self._derived:
+            self._program.holds(self._number)  # said before it sees the data, so that `x - 3` does not teach it to be 3
+        found = self._ask(what, name, other)
+        if theirs:
+            return found
+        if not isinstance(found, RemoteObject):
+            self._refuse(f"{name}: an object of the program's and data of the tests give no data")
+        return RemoteObject(self._program, found._number, derived=True)
+
+    def _ordered(self, name: str, other: Any) -> Any:
+        if not isinstance(other, RemoteObject):
+            return NotImplemented
+        if other._derived:
+            other._own(name)
+        return self._own("math", name, other) is True
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._program.call(self._number, args, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in YES_OR_NO or (name.startswith("__") and name not in _PLAIN_NAMES):
+            raise AttributeError(name)
+        if name in _OF_DIFFERENCES and self._derived:
+            self._refuse(f"no {name} of an object of the program's that was reckoned with the tests' data")
+        return self._ask("attr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("put", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("del", key)
+
+    def __len__(self) -> int:
+        return int(self._own("len"))
+
+    def __bool__(self) -> bool:
+        return self._own("bool") is True
+
+    def __iter__(self) -> Any:
+        return self._own("iter")
+
+    def __next__(self) -> Any:
+        return self._own("next")
+
+    def __aiter__(self) -> Any:
+        return self._own("aiter")
+
+    async def __anext__(self) -> Any:
+        return self._own("anext")
+
+    def __contains__(self, value: Any) -> bool:
+        return any(value == one for one in self)  # gone through here: the program does not get to say yes
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RemoteObject):
+            return self._number == other._number or self._ask("same", other) is True
+        if self._derived:
+            return False
+        held = self._program.holds(
+            self._number
+        )  # of a class that is a kind of list, text, number: what it holds, compared here
+        return held is not None and not isinstance(held, RemoteObject) and bool(held == other)
+
+    def __hash__(self) -> int:
+        return int(self._own("hash"))
+
+    def __str__(self) -> str:
+        return str(self._ask("str"))
+
+    def __repr__(self) -> str:
+        return str(self._ask("repr"))
+
+    def __int__(self) -> int:
+        return int(_number(self._own("int")))
+
+    def __float__(self) -> float:
+        return float(_number(self._own("float")))
+
+    def __round__(self, *digits: Any) -> Any:
+        return self._own("round", *digits)
+
+    def __enter__(self) -> Any:
+        return self._own("enter")
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Never swallows: ``with f(x) as y: assert y == 3`` is a test."""
+        self._program.leave(self._number, None if error is None else pack_error(error)["raised"])
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteObject) and self._ask("instance", value) is True
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteObject) and self._ask("subclass", value) is True
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self._ask("attr", "__doc__")
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return self._ask("attr", "__dict__")
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise TypeError("no number")
+    return value
+
+
+def _unary(what: str) -> Callable[[RemoteObject], Any]:
+    return lambda mine: mine._own(what)
+
+
+def _binary(what: str, name: str) -> Callable[[RemoteObject, Any], Any]:
+    return lambda mine, other: mine._reckoned(what, name, other)
+
+
+def _order(name: str) -> Callable[[RemoteObject, Any], Any]:
+    return lambda mine, other: mine._ordered(name, other)
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(RemoteObject, f"__{_name}__", _order(_name))
+for _name in ("abs", "neg", "pos", "invert"):
+    setattr(RemoteObject, f"__{_name}__", _unary(_name))
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+):
+    setattr(RemoteObject, f"__{_name.strip('_')}__", _binary("math", _name))
+    setattr(RemoteObject, f"__r{_name.strip('_')}__", _binary("rmath", _name))
+
+
+DOC = vars(RemoteObject)["__doc__"]
+"""Each class made under it needs its own: a class statement sets one."""
+
+__all__ = ["DOC", "YES_OR_NO", "RemoteObject"]

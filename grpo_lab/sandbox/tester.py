@@ -1,0 +1,295 @@
+"""Runs a row's tests against a program that lives in another process, and reports each result on a pipe of its own.
+
+The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``check(candidate)``, ``def test_…``, loops, ``try``. Names that
+neither they nor Python define are the program's, and are asked for over the channel. The model's code never runs in this process,
+so it cannot patch, trace, skip or read a test.
+
+A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none
+does, a statement that is a call; a ``check`` that is called more than once is a test a statement that calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
+ends the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_lab.sandbox.remote import Program, ProgramGone, Unsendable, lacks_a_module
+from grpo_lab.sandbox.wire import RECURSION, refuse_tag, unpack
+
+UNIT = "__one_test__"
+_DEFINES_BY_NAME = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
+_DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+
+
+class NoTests(ValueError):
+    """The tests are no Python, or nothing in them is a test."""
+
+
+class _Enough(BaseException):
+    """A test failed and one failure decides."""
+
+
+class _Unit:
+    """``with __one_test__(i):``: one test; its exceptions end here."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
+            return False
+        passed = error is None and not self.run.program.gone and not self.run.program.refused
+        self.run.program.refused = False
+        self.run.report(b"1" if passed else b"0")
+        if not passed and (self.run.stop_early or self.run.program.gone):
+            raise _Enough
+        return True
+
+
+class Run:
+    """One program's test run. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
+
+    def __init__(self, program: Program, report: Callable[[bytes], Any], stop_early: bool) -> None:
+        self.program = program
+        self.report = report
+        self.stop_early = stop_early
+
+    def tests(
+        self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()
+    ) -> None:
+        """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
+        try:
+            self.program.load(source)
+            names = Names(self.program, called)
+            if entry_point is not None and entry_point.isidentifier():
+                names[entry_point] = self.program.get(entry_point)
+            names[UNIT] = lambda: _Unit(self)
+            self._offer_as_module()
+            exec(code, names)
+            self.report(b"." if not self.program.gone else b"")
+        except BaseException as error:
+            if isinstance(error, Unsendable) or lacks_a_module(error):
+                self.report(b"?" + ascii(str(error)).encode()[:300])
+
+    def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
+        """Input/output pairs of a function: ``entry_point(*input) == output``."""
+        try:
+            self.program.load(source)
+            function = self._function(entry_point)
+            for given, *accepted in pairs:
+                with _Unit(self):
+                    found = function(*unpack(given, refuse_tag))
+                    assert any(same(found, unpack(one, refuse_tag)) for one in accepted)
+            self.report(b".")
+        except (_Enough, ProgramGone, Exception):
+            return
+
+    def _function(self, entry_point: str) -> Any:
+        """A name of the program's, or ``Solution().name``."""
+        owner, dot, name = entry_point.partition("().")
+        return getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
+
+    def _offer_as_module(self) -> None:
+        """``from solution import f``, as some data sets write it."""
+
+        def find(name: str) -> Any:
+            if name not in self.program.names:
+                raise AttributeError(name)
+            return self.program.get(name)
+
+        module = types.ModuleType("solution")
+        module.__getattr__ = find  # type: ignore[method-assign]
+        sys.modules["solution"] = module
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Equal; a tuple is as good as a list, and a dictionary as one whose keys are texts, which JSON has alone."""
+    return bool(value == expected) or _as_json(value) == _as_json(expected)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        made = {
+            json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
+        }
+        return made if len(made) == len(value) else value  # `1` beside `"1"` is more than JSON has
+    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+class Names(dict[str, Any]):
+    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the program's."""
+
+    def __init__(self, program: Program, called: frozenset[str]) -> None:
+        super().__init__({"__name__": "__main__", "__builtins__": builtins})
+        self._program = program
+        self._called = called
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)  # Python looks there next
+        if name in sys.stdlib_module_names and name not in self._called:
+            return importlib.import_module(name)
+        if name not in self._program.names:
+            raise KeyError(name)
+        return self._program.get(name)
+
+
+def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
+    """The tests with every one of them marked, how many there are, and the names that they only call. ``NoTests`` where that is none."""
+    try:
+        tree = ast.parse(tests)
+        if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
+            raise NoTests("nothing in the tests can fail: they have no `assert`")
+        called = _only_called(tree)
+        if entry_point is None and not _asked_for(tree, called):
+            raise NoTests(
+                "every name in the tests is Python's or their own, so they ask nothing of a program; a function that is named as one of "
+                "Python's (`sum`) needs the column `entry_point`"
+            )
+        if any(isinstance(node, ast.ClassDef) and _is_test_case(node) for node in ast.walk(tree)):
+            raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
+        counter = _Counter()
+        tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
+        if not counter.count:
+            raise NoTests("nothing in the tests is an assertion or a call")
+        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count, called
+    except NoTests:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NoTests(f"the tests are no Python: {error}") from None
+
+
+def _only_called(tree: ast.Module) -> frozenset[str]:
+    """Names that stand nowhere but before a call's bracket: no module can be meant (``select([2, 1])``)."""
+    nodes = list(ast.walk(tree))
+    calls = [one.func.id for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
+    uses = Counter(one.id for one in nodes if isinstance(one, ast.Name))
+    return frozenset(name for name, times in Counter(calls).items() if times == uses[name])
+
+
+def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
+    """The names that the tests use and neither they nor Python define; and ``solution``, where they import from that."""
+    nodes = list(ast.walk(tree))
+    used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    made |= {one.name for one in nodes if isinstance(one, _DEFINES_BY_NAME) and one.name}
+    made |= {one.arg for one in nodes if isinstance(one, ast.arg)}
+    imported = [one for one in nodes if isinstance(one, ast.alias)]
+    made |= {(one.asname or one.name).partition(".")[0] for one in imported}
+    whence = {one.module for one in nodes if isinstance(one, ast.ImportFrom)} | {one.name for one in imported}
+    return (used - made - set(dir(builtins)) - (sys.stdlib_module_names - called)) | ({"solution"} & whence)
+
+
+def _is_test_case(node: ast.ClassDef) -> bool:
+    return any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in node.bases)
+
+
+def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What stands under ``if __name__ == "__main__":`` is run as if it stood alone: not taken, it would be a test that passes."""
+    guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
+    guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
+    return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def marked_module(self, body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
+        check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
+        if check is not None and entry_point is not None and not _calls(body, "check"):
+            call = ast.parse(f"check({entry_point})").body[0]
+            if _uses(body, "check"):
+                return [*(self._unit(one) if _asserts(one) or _is_call(one) else one for one in body), self._unit(call)]
+            check.body = self.marked(check.body)
+            return [*body, call]
+        functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
+        called = [name for name in functions if not _calls(body, name)]
+        if check is not None and _calls(body, "check") and _asserts_inside(check):
+            if not _called_once(body, "check"):
+                return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
+            check.body = self.marked(check.body)
+            return body
+        rest = self.marked(body, calls_too=not called)
+        return rest + [self._unit(ast.parse(f"{name}()").body[0]) for name in called]
+
+    def marked(self, body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
+        asserting = [one for one in body if _asserts(one)]
+        chosen = asserting or [one for one in body if calls_too and _is_call(one)]
+        return [self._unit(one) if one in chosen else one for one in body]
+
+    def _unit(self, statement: ast.stmt) -> ast.stmt:
+        self.count += 1
+        call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
+        return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    return not isinstance(statement, _DEFINES) and _asserts_inside(statement)
+
+
+def _asserts_inside(statement: ast.stmt) -> bool:
+    return any(_can_fail(one) for one in ast.walk(statement))
+
+
+def _can_fail(node: ast.AST) -> bool:
+    """``assert False``, where nothing should come, and ``raise`` can; ``assert True`` cannot."""
+    if isinstance(node, ast.Assert):
+        return not (isinstance(node.test, ast.Constant) and node.test.value)
+    return isinstance(node, ast.Raise)
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+
+
+def _is_test(function: ast.FunctionDef) -> bool:
+    given = function.args
+    return function.name.startswith("test") and not (given.args or given.posonlyargs or given.kwonlyargs)
+
+
+def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
+    outside = [one for one in body if not isinstance(one, ast.FunctionDef)]
+    calls = [n.func for one in outside for n in ast.walk(one) if isinstance(n, ast.Call)]
+    return [function for function in calls if isinstance(function, ast.Name) and function.id == name]
+
+
+def _called_once(body: list[ast.stmt], name: str) -> bool:
+    """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself). Otherwise each
+    statement that calls it is a test: what is inside would be more tests than are counted."""
+    alone = [one for one in body if isinstance(one, ast.Expr) and _calls_it(one.value, name)]
+    return len(alone) == _uses(body, name) == 1
+
+
+def _calls_it(value: ast.expr, name: str) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == name
+
+
+def _uses(body: list[ast.stmt], name: str) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == name for one in body for node in ast.walk(one))
+
+
+def run(job: dict[str, Any], channel: int, report: int) -> None:
+    """Entry point of the tester's process."""
+    random.seed(0)  # tests that draw their cases draw the same ones for every program
+    sys.setrecursionlimit(RECURSION)
+    program = Program(channel)
+    one_run = Run(program, lambda sign: os.write(report, sign), job["stop_early"])
+    if job["kind"] == "calls":
+        one_run.calls(job["tests"], job["entry_point"], job["program"])
+    else:
+        code, _, called = compiled(job["tests"], job["entry_point"])
+        one_run.tests(code, job["entry_point"], job["program"], called)

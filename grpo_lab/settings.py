@@ -1,0 +1,374 @@
+"""What a person wrote → settings with checked types (by pydantic); what is wrong with it in one sentence that names the setting.
+
+``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a recipe, a
+configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each with its words.
+``typed`` reads numbers and switches for classes and functions that are not ours: a part's knobs, a reward's arguments, TRL's fields.
+
+The nearest known name for a misspelt one, and the refusal of names that nobody knows: one wording for every room.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import field
+from enum import Enum
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import pydantic.dataclasses
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import ArgsKwargs, PydanticCustomError, PydanticUseDefault
+from typing_extensions import dataclass_transform
+
+SHORT = 20
+"""Names up to which all that are allowed are listed."""
+
+
+class UnknownSettingError(ValueError, TypeError):
+    """A key that no setting has. Both kinds of error, since Python calls a wrong keyword a ``TypeError``."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, or nothing where no known name is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """What follows a name that is none of ``known``: the nearest one, and all that are allowed."""
+    return f"{did_you_mean(name, known) or '.'} Allowed: {list(known)}"
+
+
+def no_such_setting(key: object, allowed: Iterable[str]) -> str:
+    """What is said of an unknown key, without the place: the key, the nearest known one, what is allowed."""
+    known = sorted(allowed)
+    return f"has no setting {key!r}{one_of(key, known) if len(known) <= SHORT else did_you_mean(key, known)}"
+
+
+def refuse_unknown(
+    given: Iterable[str], allowed: Iterable[str], where: str, instead: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise ``UnknownSettingError`` for the first of ``given`` that is not ``allowed``.
+
+    Args:
+        where: names the place.
+        instead: of names that once were allowed: what to do.
+    """
+    known = set(allowed)
+    for key in given:
+        if key not in known:
+            said = f"has no setting {key!r} any more: {instead[key]}" if key in instead else no_such_setting(key, known)
+            raise UnknownSettingError(f"{where} {said}")
+
+
+def refuse_unknown_arguments(
+    called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()
+) -> None:
+    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has none.
+
+    Args:
+        beside: what may stand in the same place, besides.
+    """
+    found = _parameters(called)
+    if not any(p.kind is p.VAR_KEYWORD for p in found):
+        named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        refuse_unknown(given, [*named, *beside], where)
+
+
+def refuse_misfit(called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()) -> None:
+    """The same, for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
+    given, beside = list(given), list(beside)
+    refuse_unknown_arguments(called, given, where, beside)
+    for one in _parameters(called):
+        needed = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if needed and one.name not in (*given, *beside):
+            raise ValueError(f"{where} needs `{one.name}`, and has none")
+
+
+def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):  # some built-ins have none
+        return []
+
+
+T = TypeVar("T")
+
+
+def must_be(words: str) -> WrapValidator:
+    """Whatever is wrong with a value, the sentence says what it must be."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        with suppress(ValidationError):
+            return handler(value)
+        raise PydanticCustomError("must_be", "it must be {words}", {"words": words})
+
+    return WrapValidator(check)
+
+
+def _as_number(value: Any) -> Any:
+    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
+        value = float(value)
+    if value != value:
+        raise ValueError
+    return value
+
+
+def _or_default(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise PydanticCustomError("not_finite", "it must be a finite number")
+    return value
+
+
+_READ = BeforeValidator(_as_number)
+Switch = Annotated[bool, must_be("true or false")]
+OnlySwitch = Annotated[bool, Field(strict=True), must_be("true or false")]
+Whole = Annotated[int, _READ, must_be("a whole number")]
+Count = Annotated[int, Field(ge=0), _READ, must_be("a whole number of at least 0")]
+Positive = Annotated[int, Field(ge=1), _READ, must_be("a whole number of at least 1")]
+Number = Annotated[int | float, _READ, must_be("a number"), AfterValidator(_finite)]
+Float = Annotated[float, _READ, must_be("a number"), AfterValidator(_finite)]
+Temperature = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a finite number above 0")]
+Hours = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of hours above 0")]
+Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_be("a number of seconds > 0")]
+Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
+NULL_IS_DEFAULT = BeforeValidator(_or_default)
+
+_COLLECTED: set[str] = set()
+"""Fields that collect keys: nobody writes their names, and no message says them."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Class decorator: a frozen dataclass with checked fields that refuses unknown keys with the nearest match.
+
+    Args:
+        bare: a value that is no mapping stands for ``{bare: value}``.
+        rest: field that collects the keys which are no fields, in place of refusing them.
+    """
+    if rest:
+        _COLLECTED.add(rest)
+
+    def before(cls: Any, value: Any) -> Any:
+        if isinstance(value, ArgsKwargs | cls):  # made in Python
+            return value
+        if bare and not isinstance(value, Mapping):
+            value = {bare: value}
+        return _sorted_keys(value, set(cls.__dataclass_fields__), rest) if isinstance(value, Mapping) else value
+
+    def decorate(kind: type[T]) -> type[T]:
+        kind._as_written = model_validator(mode="before")(before)  # type: ignore[attr-defined]
+        config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True, extra="forbid")
+        made: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(kind)
+        plain = made.__init__
+
+        @functools.wraps(plain)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            with _in_our_words("", f"`{kind.__name__}`"):
+                plain(self, *args, **kwargs)
+
+        made.__init__ = init
+        return made  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def read(kind: type[T], written: Any, where: str = "") -> T:
+    """``written`` as ``kind``, a class of ``@settings()``.
+
+    Args:
+        where: where it stands (``"evaluation.data"``; empty at the top of a recipe), for messages.
+
+    Raises:
+        ValueError: what was seen, what is allowed, which setting.
+    """
+    with _in_our_words(where, "the recipe"):
+        found: T = TypeAdapter(kind).validate_python(written)
+    return found
+
+
+def from_json(value: Any, where: str) -> Any:
+    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key twice."""
+    if not (isinstance(value, str) and value.lstrip().startswith("{")):
+        return value
+    try:
+        return json.loads(value, object_pairs_hook=lambda pairs: _once(pairs, where))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"`{where}` is {value[:200]!r}, which is no JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"`{where}` has the key {twice[0]!r} twice; leave one out")
+    return dict(pairs)
+
+
+def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:
+    known = fields - {rest}
+    given = {key: value for key, value in written.items() if key in known}
+    others = {key: value for key, value in written.items() if key not in known}
+    if rest:
+        return {**given, rest: others}
+    if others:
+        raise PydanticCustomError("unknown", "{said}", {"said": no_such_setting(next(iter(others)), known)})
+    return given
+
+
+@contextmanager
+def _in_our_words(where: str, root: str) -> Iterator[None]:
+    """pydantic's first finding as a ``ValueError`` of one sentence."""
+    try:
+        yield
+    except ValidationError as error:
+        found = error.errors()[0]
+        path = [where] if where else []
+        path += [str(step) for step in found["loc"] if step not in _COLLECTED]
+        raise _sentence(found, path, root) from None
+
+
+_FORMS = {
+    "dataclass_type": "a mapping of settings",
+    "mapping_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+}
+
+
+def _sentence(found: Any, path: list[str], root: str) -> Exception:
+    kind, place = found["type"], f"`{'.'.join(path)}`" if path else root
+    if kind == "value_error":
+        said: Exception = found["ctx"]["error"]  # a check of the class itself, which says all
+        return said
+    if kind == "unknown":
+        return UnknownSettingError(f"{place} {found['msg']}")
+    if kind == "unexpected_keyword_argument":  # in Python
+        return UnknownSettingError(f"{root} has no setting {path[-1]!r}")
+    if kind.startswith("missing"):
+        above = f"`{'.'.join(path[:-1])}`" if path[1:] else root
+        return ValueError(f"{above} needs `{path[-1]}`, and has none")
+    allowed = f"it must be {_FORMS[kind]}" if kind in _FORMS else found["msg"].replace("Input should", "it must")
+    return ValueError(f"{place} is {found['input']!r}; {allowed}")
+
+
+_READERS: dict[type, TypeAdapter[Any]] = {
+    int: TypeAdapter(Whole),
+    float: TypeAdapter(Annotated[int | float, _READ, must_be("a number")]),
+    bool: TypeAdapter(Switch),
+}
+
+
+def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
+    """``values`` with numbers and switches as ``kind`` (a dataclass, a class or a function) declares them.
+
+    Text that is a number becomes one (``"1e-3"``), a float without a fraction becomes whole where a whole number is asked for
+    (``1e3``). Names that ``kind`` does not declare, and types that are no numbers, are left as they are.
+
+    Args:
+        where: section, for messages (``"objective"``; empty for a flat setting).
+
+    Raises:
+        ValueError: text, a switch, a list where a number is asked for; a fraction where a whole number is asked for.
+    """
+    declared = hints_of(kind)
+    prefix = f"{where}." if where else ""
+    return {name: _converted(value, declared.get(name), f"{prefix}{name}") for name, value in values.items()}
+
+
+def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Name → declared type of a dataclass's fields or a callable's parameters; empty where Python cannot resolve them."""
+    plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
+    told: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
+    try:
+        return get_type_hints(told)
+    except (NameError, TypeError, AttributeError):  # one of them is a name that only the type checker knows
+        names = getattr(told, "__globals__", {})
+        return dict(_resolved(getattr(told, "__annotations__", {}), names))
+
+
+def _resolved(annotations: Mapping[str, Any], names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, annotation in annotations.items():
+        with suppress(NameError, TypeError, AttributeError):
+            one = types.SimpleNamespace(__annotations__={name: annotation})
+            yield name, get_type_hints(one, globalns=names)[name]
+
+
+def _converted(value: Any, declared: Any, name: str) -> Any:
+    kinds = _members(declared)
+    if value is False and name.endswith("_strategy"):  # YAML 1.1 reads a bare `no` as false
+        return "no"
+    if isinstance(value, list | tuple):
+        inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list and get_args(kind)), None)
+        if inner is not None:
+            return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
+    numbers = [kind for kind in _READERS if kind in kinds]
+    if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
+        bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
+        raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
+    if not numbers or value is None or (numbers == [bool] and str in kinds):
+        return value
+    if type(value) in kinds and value == value:
+        return value
+    other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
+    found = _number(value, numbers)
+    if found is None and not other:
+        raise ValueError(f"`{name}` is {value!r}; it must be {_in_words(numbers)}{_hint(value)}")
+    return value if found is None else found
+
+
+def _is_text(kind: Any) -> bool:
+    """Or none, or one of an enumeration's texts, or several of them."""
+    of_enum = isinstance(kind, type) and issubclass(kind, Enum)
+    return of_enum or kind in (str, types.NoneType) or get_origin(kind) is list
+
+
+def _members(declared: Any) -> list[Any]:
+    """The members of a union; a single type alone."""
+    if get_origin(declared) in (Union, types.UnionType):
+        return [inner for member in get_args(declared) for inner in _members(member)]
+    return [] if declared is None else [declared]
+
+
+def _number(value: Any, kinds: list[type]) -> Any:
+    """``value`` as one of ``kinds``; None if it is none of them."""
+    for kind in kinds:
+        with suppress(ValidationError):
+            return _READERS[kind].validate_python(value)
+    return None
+
+
+def _in_words(kinds: list[type]) -> str:
+    if kinds == [bool]:
+        return "true or false"
+    number = "a number" if float in kinds else "a whole number"
+    return f"{number}, true or false" if bool in kinds else number
+
+
+def _hint(value: Any) -> str:
+    return " (a setting without its value on the command line is read as true)" if value is True else ""

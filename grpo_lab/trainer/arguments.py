@@ -1,0 +1,215 @@
+"""What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is loaded.
+
+Environments that own their reward (``get_reward``) count among the rewards that the caller gave.
+
+TRL adds their column by itself, inside its constructor. A named trainer must know of it before: it completes what is given
+(``declared_rewards``), and without any reward it would bring its own beside the environment's. So each such environment stands
+in the list as an ``EnvironmentReward`` while that is asked, under the name that TRL will give its column.
+
+Class attributes of a trainer → configuration, so that there is one road to the algorithm.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from trl import GRPOConfig
+
+from grpo_lab.rewards import AccuracyReward, CodeReward
+from grpo_lab.trainer.config import LabConfig
+from grpo_lab.trainer.generation.prompt_order import with_row_numbers
+from grpo_lab.trainer.scoring.resample import check_resample
+from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
+from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
+from grpo_lab.trainer.settings.parse import LabSettings
+from grpo_lab.trainer.settings.rollout import check_sampling_correction
+
+
+def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
+    """``args`` as a ``LabConfig`` in which the class attributes of ``cls`` stand.
+
+    A plain ``GRPOConfig`` is copied field by field. The caller's object is not changed.
+
+    Raises:
+        TypeError: ``args`` is no ``GRPOConfig``.
+        ValueError: configuration and class attribute both name the same part and differ.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or type(model).__name__
+        args = LabConfig(f"{str(name).rstrip('/').split('/')[-1]}-{cls.__name__.removesuffix('Trainer')}")
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
+    config = args if isinstance(args, LabConfig) else _promoted(args)
+    parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
+    objective, advantage = _merged(cls, "objective", config.objective), _merged(cls, "advantage", config.advantage)
+    if parts:
+        objective = {"name": objective} if isinstance(objective, str) or objective is None else dict(objective)
+        for name, part in parts.items():
+            if objective.get(name) not in (None, part):
+                raise ValueError(
+                    f"`{cls.__name__}.{name}` and `objective.{name}` are both set and differ; leave one out"
+                )
+            objective[name] = _bound(part)
+    reset = cls.reset_optimizer if config.reset_optimizer is None else config.reset_optimizer
+    if objective is config.objective and advantage is config.advantage and reset is config.reset_optimizer:
+        return config
+    config = copy.copy(config)
+    config.objective, config.advantage, config.reset_optimizer = objective, advantage, reset
+    config.agree()
+    return config
+
+
+def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
+    """The rewards in force: what the caller gave, completed by what ``cls`` declares; new ones have weight 1."""
+    given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    rewards = cls.declared_rewards(given)
+    if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
+        args = copy.copy(args)
+        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - len(given))]
+    return rewards, args
+
+
+def _merged(cls: Any, name: str, configured: Any) -> Any:
+    declared = getattr(cls, name)
+    if declared is None:
+        return configured
+    if configured is None:
+        return _bound(declared)
+    named = configured.get("name", declared) if isinstance(configured, dict) else configured
+    if named != declared:
+        raise ValueError(
+            f"`{cls.__name__}` declares {name}={declared!r}, but the configuration says {name}={configured!r}: use "
+            f"LabTrainer, or leave `{name}` out of the configuration"
+        )
+    return {**configured, "name": declared} if isinstance(configured, dict) else configured
+
+
+def _bound(part: Any) -> Any:
+    return part.__func__ if isinstance(part, staticmethod) else part
+
+
+def _promoted(args: GRPOConfig) -> LabConfig:
+    """The same values in a ``LabConfig``, without running TRL's derived settings a second time."""
+    config = object.__new__(LabConfig)
+    config.__dict__.update(copy.copy(args.__dict__))
+    for field in dataclasses.fields(LabConfig):
+        if field.name not in config.__dict__:
+            setattr(config, field.name, None)
+    config._written = frozenset()
+    return config
+
+
+class EnvironmentReward:
+    """A place in the list of given rewards; TRL calls the environment itself."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, **_: Any) -> list[float | None]:
+        raise RuntimeError(f"the reward of the environment {self.__name__!r} is TRL's to call (`environment_factory`)")
+
+
+class FirstMade:
+    """A factory whose first instance was made already: TRL looks at one as well, and environments are made once."""
+
+    def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
+        self._factory, self._waiting = factory, [instance]
+
+    def __call__(self) -> Any:
+        return self._waiting.pop() if self._waiting else self._factory()
+
+
+def with_environment_rewards(cls: Any, given: Any, factory: Any, completes: bool) -> tuple[Any, Any]:
+    """(rewards given and those that environments own, the factories to hand on).
+
+    Looked at only where ``cls`` completes rewards (``completes``). A class says by itself what it has; another factory is called once.
+    """
+    if factory is None or not completes:
+        return given, factory
+    rewards = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    factories, several = (dict(factory), True) if isinstance(factory, dict) else ({None: factory}, False)
+    kinds = []
+    for name, make in factories.items():
+        kind = make
+        if not isinstance(make, type):
+            instance = make()
+            kind, factories[name] = type(instance), FirstMade(make, instance)
+        if callable(getattr(kind, "get_reward", None)) and kind not in kinds:
+            kinds.append(kind)
+    marked = [*rewards, *(EnvironmentReward(kind.__name__) for kind in kinds)]
+    return marked, factories if several else factories[None]
+
+
+def without_environment_rewards(rewards: list[Any]) -> list[Any]:
+    """What is left for TRL's ``reward_funcs``."""
+    return [reward for reward in rewards if not isinstance(reward, EnvironmentReward)]
+
+
+_FIRST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """What goes on to TRL's constructor, and what was read from it."""
+
+    reward_funcs: list[Any]
+    args: LabConfig
+    train_dataset: Any
+    environment_factory: Any
+    algorithm: Algorithm
+    settings: LabSettings
+
+
+def given(
+    cls: type,
+    base: type,
+    model: Any,
+    reward_funcs: Any,
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    environment_factory: Any,
+    rollout_func: Any,
+) -> Given:
+    """Everything that can be refused before a model is loaded is refused here.
+
+    Args:
+        cls: the class that is constructed, ``base`` (``LabTrainer``) or a subclass.
+
+    Raises:
+        ValueError: what was seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration.
+    """
+    args = with_class_parts(cls, model, args)
+    completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
+    reward_funcs, environment_factory = with_environment_rewards(cls, reward_funcs, environment_factory, completes)
+    reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
+    reward_funcs = without_environment_rewards(reward_funcs)
+    if environment_factory is None and args.reward_weights is not None:  # what an environment owns, TRL adds and counts
+        check_weights(args.reward_weights, reward_funcs)
+    check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
+    settings = args.lab_settings
+    if settings.update.dead_groups == "resample":
+        check_resample(train_dataset)
+    algorithm = algorithm_from(args, settings).with_hooks(cls)
+    check_hooks(cls, algorithm, base)
+    check_loss_type(cls, args, algorithm)
+    check_budget(algorithm.objective, args.max_completion_length)
+    check_sampling_correction(args)
+    warm_up(reward_funcs, train_dataset)
+    rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
+    return Given(reward_funcs, args, rows, environment_factory, algorithm, settings)
+
+
+def warm_up(reward_funcs: Any, rows: Any) -> None:
+    """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will be needed; the code
+    reward says which walls stand here. ValueError where they are too few."""
+    for reward in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
+        if isinstance(reward, CodeReward):
+            reward.warm_up()
+        if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:
+            reward.warm_up(rows[:_FIRST_ROWS]["solution"])

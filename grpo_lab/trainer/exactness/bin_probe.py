@@ -1,0 +1,303 @@
+"""A question to the model itself: has a row the same log-probs in a bin as in TRL's batch?
+
+Bins pad a row on the right, hand in its positions and no attention mask; TRL pads it on both sides, with a mask and without positions.
+For a causal model that masks padding these are one number. They are two for encoders used as language models (BERT's family: every
+token sees the padding), where positions are counted from the tokens (RoBERTa's), where a state runs through padding, where a
+missing mask means another attention (Doge); lists of names are never complete (``model_conditions`` holds what is seen without a
+forward). So two short rows are forwarded both ways, once, before the first update.
+
+What differs only by rounding is told from what differs by formula by forwarding in float32 where the weights are (autocast is put aside),
+and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
+
+A question to the model itself: is dropout all that its forward draws, and has every row its own masks?
+
+Only then rows may be left out and re-cut under dropout (``update.randomness: same_distribution``): the distribution of what a row adds
+is then its own. Names do not tell: a mask may be drawn once and spread over the rows, or over a weight. So copies of one row are
+forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
+
+    a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole modules)
+    a call whose input is not twice as large   its mask does not grow with the rows: they share it
+
+In the first optimizer step the real forwards are looked at likewise, every call of dropout apart (``apart_from_dropout``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.rows import RowTable
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+from collections.abc import Callable
+from inspect import signature
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+
+
+#: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
+PROMPTS, COMPLETIONS = (3, 8), (4, 8)
+#: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a log-prob of −15 is a difference
+#: of logits that bfloat16 rounds by up to 0.03 each
+FLOOR, COARSE_FLOOR = 5e-5, 0.1
+#: further a multiple of what the model's own rounding makes, as far as that can be rounding
+TIMES, MOST, MOST_COARSE = 10.0, 1e-3, 0.25
+#: attention that computes in float32, too
+PLAIN_ATTENTION = ("eager", "sdpa")
+
+
+class BinProbe:
+    """Asked once a run; the same answer on every rank."""
+
+    def __init__(self, trainer: StepPort) -> None:
+        self._trainer = trainer
+        self._asked = False
+        self._reason: str | None = None
+
+    def why_stock(self) -> str | None:
+        """Why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
+        if not self._asked:
+            self._asked = True
+            skipped = self._why_not_asked()
+            if skipped is None:
+                self._reason = self._answer()
+            else:
+                self._trainer.recorder.say(
+                    f"not asked: whether the model's log-probs are the same in bins as in TRL's batches ({skipped}); known "
+                    "kinds of models for which they are not are looked at by structure"
+                )
+        return self._reason
+
+    def _why_not_asked(self) -> str | None:
+        trainer = self._trainer
+        kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+        if kind in ("FSDP", "DEEPSPEED"):
+            return f"weights are spread over ranks ({kind})"
+        if trl_bridge.is_compiled(trainer, trainer.model):
+            return "the model is compiled, and would be once more"
+        limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
+        if limit is not None and limit < max(PROMPTS) + max(COMPLETIONS):
+            return f"it knows {limit} positions only"
+        return None
+
+    def _answer(self) -> str | None:
+        apart, bound = self._measured()
+        flag = torch.tensor([[apart, bound]], device=self._trainer.accelerator.device)
+        gathered = self._trainer.accelerator.gather(flag)
+        apart, bound = max(gathered.tolist(), key=lambda pair: pair[0] / pair[1])
+        if apart <= bound:
+            return None
+        return (
+            f"the model's log-probs of a row depend on how it is padded or on the attention mask (two toy rows: {apart:.2g} nats per "
+            f"token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting changes that)"
+        )
+
+    @torch.no_grad()
+    def _measured(self) -> tuple[float, float]:
+        """Mean |difference| between a bin and TRL's batch, and what rounding may make of it."""
+        trainer, rows = self._trainer, two_rows(self._trainer)
+        mask = rows["completion_mask"].bool()
+        with _looked_at(trainer):
+            theirs = self._trls(rows)
+            alone = torch.cat([self._trls({n: v[i : i + 1] for n, v in rows.items()}) for i in range(mask.size(0))])
+            ours = self._in_bin(rows)
+        least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
+        return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
+
+    def _trls(self, rows: dict[str, Tensor]) -> Tensor:
+        logps, _, _ = self._trainer._get_per_token_logps_and_entropies(
+            self._trainer.model,
+            torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
+            torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
+            rows["completion_ids"].size(1),
+        )
+        found: Tensor = logps
+        return found
+
+    def _in_bin(self, rows: dict[str, Tensor]) -> Tensor:
+        part = RowTable.of([rows]).bin(list(range(rows["prompt_ids"].size(0))))
+        scored, _ = trl_bridge.completion_log_probs(self._trainer, self._trainer.model, *part.inputs)
+        return scored.gather(1, part.take)
+
+
+def two_rows(trainer: Any) -> dict[str, Tensor]:
+    """Two rows of ordinary tokens as TRL pads them: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``."""
+    tokenizer, device = trainer._tokenizer, trainer.accelerator.device
+    size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
+    special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
+    ordinary = [i for i in range(min(len(tokenizer), size)) if i not in special] or list(range(size))
+    tokens = iter(ordinary[(7 * i) % len(ordinary)] for i in range(sum(PROMPTS) + sum(COMPLETIONS)))
+
+    def padded(lengths: tuple[int, int], left: bool) -> tuple[Tensor, Tensor]:
+        ids, mask = (
+            torch.full((2, max(lengths)), tokenizer.pad_token_id),
+            torch.zeros(2, max(lengths), dtype=torch.long),
+        )
+        for row, length in enumerate(lengths):
+            place = slice(max(lengths) - length, None) if left else slice(length)
+            ids[row, place] = torch.tensor([next(tokens) for _ in range(length)])
+            mask[row, place] = 1
+        return ids.to(device), mask.to(device)
+
+    prompt_ids, prompt_mask = padded(PROMPTS, left=True)
+    completion_ids, completion_mask = padded(COMPLETIONS, left=False)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+    }
+
+
+@contextlib.contextmanager
+def _looked_at(trainer: StepPort) -> Iterator[None]:
+    """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are as
+    before afterwards."""
+    training = [module for module in trainer.model.modules() if module.training]
+    device = trainer.accelerator.device
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+        stack.enter_context(trl_bridge.without_checkpointing(trainer))
+        if _in_float32(trainer):
+            stack.enter_context(trl_bridge.without_autocast(trainer))
+        try:
+            trainer.model.eval()
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _in_float32(trainer: StepPort) -> bool:
+    """Whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is coarser."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+    tf32 = trainer.accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager"
+    return attention in PLAIN_ATTENTION and not short and not tf32
+
+
+def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
+    found = (one.double() - other.double()).abs()[mask].mean().item()
+    return found if found == found else float("inf")
+
+
+FEW, MANY = 2, 4
+_REASONS = (
+    "",
+    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the micro-batches",
+    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together in another way",
+)
+
+
+class MaskProbe:
+    """Asked once a run, where dropout is active; the same answer on every rank."""
+
+    def __init__(self, trainer: StepPort) -> None:
+        self._trainer = trainer
+        self._asked = False
+        self._reason: str | None = None
+
+    def why_stock(self) -> str | None:
+        """Why batches must stay as TRL cut them under dropout, or ``None``. A collective, the first time."""
+        if not self._asked:
+            self._asked, trainer = True, self._trainer
+            kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+            if trl_bridge.is_compiled(trainer, trainer.model):
+                self._reason = (
+                    "dropout is active and the model is compiled, where it cannot be seen whether anything else draws random numbers; "
+                    "`disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
+                )
+            elif kind in ("FSDP", "DEEPSPEED"):
+                trainer.recorder.say(
+                    f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); known kinds "
+                    "of shared masks are looked at by structure, and other random numbers in the first step"
+                )
+            else:
+                self._reason = self._answer()
+        return self._reason
+
+    def _answer(self) -> str | None:
+        few, many = self._sizes(FEW), self._sizes(MANY)
+        if few is None or many is None:
+            code = 1
+        else:
+            code = 0 if [size * MANY // FEW for size in few] == many else 2
+        flag = torch.tensor([code], device=self._trainer.accelerator.device)
+        return _REASONS[int(self._trainer.accelerator.gather(flag).max())] or None
+
+    @torch.no_grad()
+    def _sizes(self, copies: int) -> list[int] | None:
+        """Values that each call of dropout in one training forward had a draw for; ``None`` where anything else drew."""
+        trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
+        limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
+        part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
+        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+
+        def passed_through(size: int, _draw: Callable[[], Tensor], without: Callable[[], Tensor]) -> Tensor:
+            sizes.append(size)
+            return without()
+
+        watch = RandomnessWatch(device)
+        with torch.random.fork_rng(devices=devices, device_type=kind), trl_bridge.without_checkpointing(trainer):
+            watch.start()
+            with _DropoutCalls(passed_through):
+                trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
+            watch.stop()
+        return None if watch.drawn else sizes
+
+
+@contextlib.contextmanager
+def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
+    """Inside the block ``watch``, which was started, does not see what torch's dropout draws."""
+
+    def unseen(_size: int, draw: Callable[[], Tensor], _without: Callable[[], Tensor]) -> Tensor:
+        watch.stop()
+        found = draw()
+        watch.start()
+        return found
+
+    with _DropoutCalls(unseen):
+        yield
+
+
+class _DropoutCalls(TorchFunctionMode):
+    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention with dropout.
+
+    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same without dropping anything.
+    """
+
+    def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.dropout:
+            given = signature(functional.dropout).bind(*args, **kwargs)
+            given.apply_defaults()
+            if given.arguments["training"] and given.arguments["p"] > 0:
+                values = given.arguments["input"]
+                return self._instead(values.numel(), lambda: func(*args, **kwargs), lambda: values)
+        if func is functional.scaled_dot_product_attention:
+            named = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
+            if named.get("dropout_p", 0.0) > 0:
+                query, key = named["query"], named["key"]
+                pairs = query.numel() // query.size(-1) * key.size(-2)
+                return self._instead(pairs, lambda: func(*args, **kwargs), lambda: func(**{**named, "dropout_p": 0.0}))
+        return func(*args, **kwargs)

@@ -1,0 +1,362 @@
+"""Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
+
+The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of a row
+depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in pairs, in
+reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since what it answers may
+follow a schedule. Asking leaves no trace: random states and the part's own state are put back, and a part that touched
+either is one whose value depends on how often it is called.
+
+What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
+
+Whether asking a part changed anything, and putting it back: random states, and what a function or an object remembers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import Objective, is_ours
+from grpo_lab.trainer.exactness.loss_proof import (
+    TokenLoss,
+    is_sum_over_rows,
+    toy_batch,
+    vanishes_without_advantage,
+    wide_toy_batch,
+)
+from grpo_lab.trainer.metrics.book import unrecorded
+from grpo_lab.trainer.settings.algorithm import name_of
+from grpo_lab.trainer.trl_bridge import teams
+
+if TYPE_CHECKING:
+    from grpo_lab.trainer.ports import StepPort
+import copy
+import functools
+import random
+from collections.abc import MutableMapping
+from types import FunctionType, MethodType
+
+import numpy
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: state larger than this is a table, not a memory; not looked at
+MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3
+#: what a trainer remembers by itself when a hook logs or says something
+OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
+#: objects of these packages are not looked into
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "datasets",
+    "peft",
+    "numpy",
+    "grpo_lab",
+    "builtins",
+    "logging",
+)
+
+
+class StateWatch:
+    """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
+
+    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of those that they
+    hold), closures, and module variables that a function names, as far as they are numbers, texts, tensors, or
+    small lists, sets and dictionaries of such.
+    """
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+        self.touched: str | None = None
+
+    def __enter__(self) -> StateWatch:
+        self._random = _random_states()
+        self._places = list(
+            {id(place): (place, names) for p in self.parts for place, names in _places(p, DEPTH, set())}.values()
+        )
+        self._before = [copy.deepcopy(_plain_of(place, names)) for place, names in self._places]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        after = _random_states()
+        if not _equal(after, self._random):
+            self.touched = "it draws random numbers"
+            _set_random_states(self._random)
+        for (place, names), before in zip(self._places, self._before, strict=True):
+            now = _plain_of(place, names)
+            for name in now.keys() | before.keys():
+                if name not in before:
+                    del place[name]
+                elif name not in now or not _equal(now[name], before[name]):
+                    place[name] = _put_back(place.get(name), before[name])
+                else:
+                    continue
+                self.touched = f"it changes its own state ({name!r})"
+
+
+def _plain_of(place: MutableMapping[str, Any], names: tuple[str, ...] | None) -> dict[str, Any]:
+    chosen = {name: place[name] for name in list(place) if names is None or name in names}
+    return {name: _detached(value) for name, value in chosen.items() if name not in OURS and _is_plain(value)}
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of a closure as a mapping."""
+
+    def __init__(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.cells = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cells)
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+
+def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
+    """Where ``part`` can remember something, and which names there are its own (``None``: all)."""
+    if depth < 0 or id(part) in seen:
+        return
+    seen.add(id(part))
+    inner: list[Any] = []
+    if isinstance(part, MethodType):
+        inner += [part.__self__, part.__func__]
+    elif isinstance(part, functools.partial):
+        inner += [part.func, *part.args, *part.keywords.values()]
+    elif isinstance(part, FunctionType):
+        cells = _Cells(part)
+        yield cells, None
+        inner += cells.values()
+        yield part.__globals__, part.__code__.co_names
+    if isinstance(getattr(part, "__dict__", None), dict):
+        yield vars(part), None
+        inner += vars(part).values()
+    for value in inner:
+        if isinstance(value, (FunctionType, MethodType)) or type(value).__module__.split(".")[0] not in LIBRARIES:
+            yield from _places(value, depth - 1, seen)
+
+
+def _is_plain(value: Any, depth: int = DEPTH) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() <= MOST_NUMBERS
+    if isinstance(value, numpy.ndarray):
+        return value.size <= MOST_NUMBERS
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        return depth > 0 and len(value) <= MOST_ITEMS and all(_is_plain(item, depth - 1) for item in inner)
+    return isinstance(value, (*PLAIN, random.Random))
+
+
+def _detached(value: Any) -> Any:
+    """A tensor that carries a graph cannot be copied."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return bool(numpy.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, random.Random):
+        return one.getstate() == other.getstate()
+    return bool(one == other) or one != one  # NaN is itself
+
+
+@torch.no_grad()
+def _put_back(value: Any, before: Any) -> Any:
+    """``value`` with its former content, the same object where it can be: others may hold it, too."""
+    if isinstance(value, Tensor) and value.shape == before.shape and not value.is_leaf and value.requires_grad:
+        return before
+    if isinstance(value, Tensor) and value.shape == before.shape:
+        value.copy_(before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(before)
+    elif isinstance(value, random.Random):
+        value.setstate(before.getstate())
+    else:
+        return before
+    return value
+
+
+def _random_states() -> list[Any]:
+    gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
+
+
+def _set_random_states(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
+    random.setstate(states[2])
+    numpy.random.set_state(states[3])
+
+
+#: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
+PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
+FURTHER_PADDING = 3
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Args:
+    stock: why TRL's batches must stay, or ``None``.
+    pull: what has a loss or a gradient where a row's advantage is 0; "" where nothing has.
+    """
+
+    stock: str | None
+    pull: str
+
+
+def has_team_parts(trainer: StepPort) -> bool:
+    """Whether the loss in force has a part that is not this package's, so that its answers may change."""
+    objective = trainer.algorithm.objective
+    return objective is not None and any(_team_parts(trainer, objective))
+
+
+def answers(trainer: StepPort, objective: Objective) -> Answers:
+    """What the parts in force answer now; the same on every rank."""
+    of_token, of_average = _team_parts(trainer, objective)
+    parts = [*of_token, *of_average]
+    names, per_token = " and ".join(parts), " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
+    with left_as_it_was(trainer) as watch:
+        stock = None
+        try:
+            stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
+            quiet = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
+            pull = "" if quiet else per_token
+            args = trainer.args
+            several = args.gradient_accumulation_steps > args.steps_per_generation
+            if stock is None and not objective.local_denominator and not is_sum_over_rows(objective, several):
+                average = name_of(objective.aggregate)
+                stock = f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share micro-batches"
+            elif stock is not None:
+                stock = f"{per_token}: {stock}"
+        except Exception as error:
+            if not parts:
+                raise
+            stock, pull = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", per_token
+    if parts and watch.touched:
+        stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
+    return _on_every_rank(trainer, Answers(stock, pull), per_token) if parts else Answers(stock, pull)
+
+
+@contextlib.contextmanager
+def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
+    """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
+    objective = trainer.algorithm.objective
+    assert objective is not None
+    hook = [trainer.token_loss] if trainer.team_overrides_token_loss else []
+    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
+        yield watch
+
+
+def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
+    """In words: what of a team's makes the loss of a token, and what averages it."""
+    found, average = [], f"the aggregation `{name_of(objective.aggregate)}`"
+    if trainer.team_overrides_token_loss:
+        found.append(f"`{teams(trainer, 'token_loss')}`")
+    if not is_ours(objective.surrogate):
+        found.append(f"the surrogate `{name_of(objective.surrogate)}`")
+    return found, [] if is_ours(objective.aggregate) else [average]
+
+
+def _on_every_rank(trainer: StepPort, mine: Answers, per_token: str) -> Answers:
+    """The strictest answer of all ranks: they must not part."""
+    flags = torch.tensor([[mine.stock is None, mine.pull == ""]], device=trainer.accelerator.device)
+    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()
+    stock = mine.stock if free or mine.stock is not None else "a part depends on the batch on another rank"
+    return Answers(stock, "" if quiet else per_token)
+
+
+def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
+    for whole in (toy_batch(objective), wide_toy_batch(objective)):
+        loss, gradient = _asked(token_loss, whole)
+        again = _asked(token_loss, whole)
+        if not (torch.equal(loss, again[0]) and torch.equal(gradient, again[1])):
+            return "asked twice, it gives two answers"
+        rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
+        padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
+        if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
+            return "its value depends on how wide a batch is padded"
+        for part in (*PARTS, rows[::-1]):
+            longest = int(whole.mask[list(part)].sum(1).max())
+            found = _asked(token_loss, cut(whole, part, longest))
+            expected = loss[list(part), :longest], gradient[list(part), :longest]
+            if not _alike(expected, found):
+                return "the loss of a row depends on the other rows of its batch, or on its width"
+        quiet = (torch.arange(len(rows)) % 2 == 0).unsqueeze(1)
+        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(quiet, 0.0)))
+        loud = ~quiet.squeeze(1)
+        if not _alike((loss[loud], gradient[loud]), (muted[0][loud], muted[1][loud])):
+            return "the loss of a row depends on the advantages of others"
+    return None
+
+
+def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Per-token loss and its gradient, both ``[B, T]``."""
+    logps = batch.logps.detach().clone().requires_grad_(True)
+    moved = logps - batch.logps.detach()  # 0, with the gradient of logps
+    per_token = batch.log_ratio.shape == batch.mask.shape
+    lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)
+    steps = moved * batch.mask if per_token else (moved * batch.mask).sum(1, keepdim=True) / lengths
+    loss = token_loss(replace(batch, logps=logps, log_ratio=batch.log_ratio.detach() + steps))
+    loss = loss.expand(batch.mask.shape).masked_fill(~batch.mask, 0.0)
+    if not loss.requires_grad:
+        return loss, torch.zeros_like(logps)
+    (gradient,) = torch.autograd.grad(loss.sum(), logps, allow_unused=True)
+    return loss.detach(), torch.zeros_like(logps) if gradient is None else gradient
+
+
+def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
+    """Some rows of ``batch`` as a batch of their own, ``width`` tokens wide; further columns are padding."""
+    tall = batch.mask.size(1)
+
+    def field(value: Tensor | None) -> Any:
+        if value is None:
+            return None
+        chosen = value.detach()[list(rows)]
+        if chosen.size(1) != tall:  # one value a row
+            return chosen
+        return torch.nn.functional.pad(chosen[:, :width], (0, max(width - tall, 0)))
+
+    names = ("logps", "old_logps", "log_ratio", "advantages", "mask", "ref_logps", "entropies", "sampler_weights")
+    return replace(batch, **{name: field(getattr(batch, name)) for name in names})
+
+
+def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:
+    """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
+    for one, other in zip(expected, found, strict=True):
+        size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
+        tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
+        if not bool(((one - other).abs() <= tolerance * size).all()):
+            return False
+    return True

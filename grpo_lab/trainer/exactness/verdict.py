@@ -1,0 +1,180 @@
+"""The one owner of the exact update's verdict: may TRL's batches be re-cut, may rows be left out, and if not, why.
+
+It puts one question to the loss in force (``part_questions``), to what the run is set to and the model is made of
+(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``, under dropout
+``mask_probe``). It is asked once per
+generation batch, before its forwards, and its answer stands until
+
+    the next generation batch         a callback may have changed the model or the run meanwhile
+    the next optimizer step           where a part of the loss is a team's, whose answer may follow a schedule
+    a forward drew random numbers     seen in the first optimizer step, whatever drew them
+    a resume                          the batch that is taken up was judged by another process
+
+An optimizer step keeps the verdict that it began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from grpo_lab.trainer.exactness.bin_probe import BinProbe, MaskProbe, apart_from_dropout
+from grpo_lab.trainer.exactness.model_conditions import (
+    RandomnessWatch,
+    dropout_rate,
+    layer_drop_rate,
+    mixes_rows,
+    moves_positions,
+    padding_reaches_state,
+    router_noise,
+    shared_dropout_rate,
+)
+from grpo_lab.trainer.exactness.part_questions import answers, has_team_parts
+from grpo_lab.trainer.settings.algorithm import name_of
+from grpo_lab.trainer.trl_bridge import hf_runs_the_step, may_bring_images, teams
+from grpo_lab.update import LiveConditions, why_all_rows, why_stock_batches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from grpo_lab.trainer.ports import StepPort
+
+_HOOK = "`token_loss` is the hook that keeps the exact update"
+#: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside its last ``compute_loss``
+AROUND: dict[str, str] = {
+    "_compute_loss": f"makes the loss of TRL's micro-batches; {_HOOK}",
+    "compute_loss": f"stands around the loss of each of TRL's micro-batches; {_HOOK}",
+    "_get_per_token_logps_and_entropies": f"makes the log-probs of TRL's micro-batches; {_HOOK}",
+    "training_step": "runs the backward of TRL's micro-batches itself; around `super().training_step` it keeps the exact update",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
+
+    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news. ``draws``: the
+    forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches they are in.
+    """
+
+    stock: str | None
+    all_rows: str | None
+    chosen: bool = False
+    draws: bool = False
+
+    @staticmethod
+    def as_trl(reason: str, chosen: bool = False) -> Verdict:
+        return Verdict(reason, reason, chosen)
+
+
+class StandingVerdict:
+    """The verdict on the generation batch that the run is in. The same on every rank."""
+
+    def __init__(self, trainer: StepPort) -> None:
+        self._trainer = trainer
+        self.probe, self.masks = BinProbe(trainer), MaskProbe(trainer)
+        self.saw_randomness = False
+        self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
+        self._found: Verdict | None = None
+        self._asked_at: tuple[int, int | None] | None = None
+
+    def now(self) -> Verdict:
+        """A collective where it has to be asked anew; called on every rank alike."""
+        at = self._occasion()
+        if self._found is None or at != self._asked_at:
+            self._found, self._asked_at = self._asked(ask_model=True), at
+        return self._found
+
+    def so_far(self) -> Verdict:
+        """The same for a reader: without a forward or a collective."""
+        return self._found or self._asked(ask_model=False)
+
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return model
+
+    def forget(self) -> None:
+        self._found = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the first step's forwards: whether they draw random numbers, beside the dropout that is known."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.start()
+        with apart_from_dropout(self._watch) if dropout_rate(self._model()) > 0 else contextlib.nullcontext():
+            yield
+        self._watch.stop()
+
+    def after_first_step(self) -> None:
+        """A forward that drew random numbers, for whatever reason, keeps TRL's batches from now on. A collective, the first time."""
+        if self._watch is None:
+            return
+        drawn, self._watch = self._watch.drawn_anywhere(self._trainer.accelerator), None
+        if drawn:
+            self.saw_randomness = True
+            self.forget()
+
+    def _occasion(self) -> tuple[int, int | None]:
+        trainer = self._trainer
+        return trainer.phase.start, int(trainer.state.global_step) if has_team_parts(trainer) else None
+
+    def _asked(self, ask_model: bool) -> Verdict:
+        model, noise = self._model(), self._trainer.args.neftune_noise_alpha or 0.0
+        rates = (dropout_rate(model), shared_dropout_rate(model), layer_drop_rate(model), router_noise(model), noise)
+        return replace(self._judged(ask_model), draws=any(rates) or self.saw_randomness)
+
+    def _judged(self, ask_model: bool) -> Verdict:
+        trainer = self._trainer
+        if trainer.lab_settings.update.is_off:
+            return Verdict.as_trl("update is 'off'", chosen=True)
+        for method, does in AROUND.items():
+            home = teams(trainer, method)
+            if home is not None and not (method == "training_step" and (hf_runs_the_step() or not ask_model)):
+                return Verdict.as_trl(f"`{home}` {does}")
+        objective = trainer.algorithm.objective
+        if objective is None:
+            return Verdict.as_trl(f"the loss is left to TRL ({trainer.algorithm.left_to_trl})")
+        parts = answers(trainer, objective)
+        if parts.stock is not None:
+            return Verdict.as_trl(parts.stock)
+        conditions = self._conditions(parts.pull)
+        stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
+        if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
+            return Verdict(stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None)
+        if stock is None and ask_model:
+            differs = self.probe.why_stock() or (self.masks.why_stock() if conditions.dropout > 0 else None)
+            if differs is not None:
+                return Verdict.as_trl(differs)
+        if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
+            return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
+        return Verdict(stock, all_rows)
+
+    def _conditions(self, pull: str) -> LiveConditions:
+        trainer = self._trainer
+        objective, args, model = trainer.algorithm.objective, trainer.args, self._model()
+        assert objective is not None
+        return LiveConditions(
+            kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
+            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
+            pull=pull,
+            moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+            dropout=dropout_rate(model),
+            same_draws=trainer.lab_settings.randomness == "same_draws",
+            shared_dropout=shared_dropout_rate(model),
+            layer_drop=layer_drop_rate(model),
+            router_noise=router_noise(model),
+            random_forward=self.saw_randomness,
+            embedding_noise=args.neftune_noise_alpha or 0.0,
+            mixed_rows=mixes_rows(model, trainer.accelerator.mixed_precision),
+            moved_positions=moves_positions(model),
+            state_reads_padding=padding_reaches_state(model),
+            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
+            multimodal=may_bring_images(trainer),
+        )
+
+
+__all__ = ["StandingVerdict", "Verdict"]

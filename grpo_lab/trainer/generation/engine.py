@@ -1,0 +1,239 @@
+"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven, the thinking budget.
+
+TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is built that
+class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and, where the engine packs
+its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own sync runs unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
+from trl.generation import vllm_generation as trl_vllm
+
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
+from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
+from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
+from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation.prompt_fit import refuse_long
+from grpo_lab.trainer.generation.server_check import release
+from grpo_lab.trainer.generation.server_return import ServerReturn
+from grpo_lab.trainer.settings.rollout import RolloutSettings
+from grpo_lab.trainer.trl_bridge import replaced, without_critic
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+FIRST_PROOFS = 2
+PROBE_PROMPTS = 4
+#: steps without a proof from which on a run says so
+MANY_STEPS = 100
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+#: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
+GAP_FACTOR = 3.0
+#: proofs that such a difference may ask for in a run
+DOUBTS = 3
+
+
+def engine_class(settings: RolloutSettings, args: Any) -> Any:
+    """``VLLMGeneration`` with our options and, where it is needed, our sync. ``args``: the run's configuration."""
+
+    class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
+        #: context in which a wait for a server may be broken off, set once the trainer is built
+        waiting: Any = staticmethod(contextlib.nullcontext)
+        #: is given the fault of a server's log-probs that are not finite; None: it is raised
+        on_fault: Any = None
+
+        def _init_vllm(self) -> None:
+            if self.mode == "server":
+                self.server_return = ServerReturn(self, settings.server, str(args.output_dir), args.ddp_timeout)
+                server.connect(self, settings.server, str(args.output_dir))
+                return
+            options = EngineOptions.from_mapping(settings.engine or {})
+            dtype = next(self.model.parameters()).dtype
+            factory = engine_factory(options, trainer_dtype=dtype, run_seed=run_seed(args))
+            with replaced(trl_vllm, "LLM", factory):
+                super()._init_vllm()
+            self.context = int(self.llm.llm_engine.model_config.max_model_len)
+
+        def _iter_named_params(self) -> Any:
+            put_away(self.model)
+            yield from without_critic(super()._iter_named_params())
+
+        def sync_weights(self) -> None:
+            if self.mode == "server":
+                self.server_return.sync(super().sync_weights)
+                return
+            if needs_repair(self.llm):
+                push_weights(self.llm, self._iter_named_params())
+            else:
+                super().sync_weights()
+            without_nan(self)
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            if self.mode == "server":
+                ask = functools.partial(super().generate, *args, **kwargs)
+                prompts = args[0] if args else kwargs["prompts"]
+                return self.server_return.generate(ask, super().sync_weights, prompts)
+            refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
+            return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
+
+    return LabVLLMGeneration
+
+
+def without_nan(generation: Any) -> None:
+    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new cache."""
+    if generation.llm.faulty and not generation.enable_sleep_mode:
+        clear_cache(worker_runner(generation.llm))
+    generation.llm.faulty = False
+
+
+def run_seed(args: Any) -> int:
+    """Seed of a colocated engine whose options name none: the run's; TRL's 0 in a drop-in run (``objective`` unset)."""
+    return 0 if getattr(args, "objective", None) is None else int(args.seed)
+
+
+def put_away(model: Any) -> None:
+    """Shard again what FSDP2 left whole after a forward without a backward (the root's parameters, for the proof).
+
+    TRL reads sharded parameters by ``full_tensor()``, which a whole one does not have.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class SyncProof:
+    """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps."""
+
+    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self._last = -1
+        self._done = 0
+        self.doubted = False
+        if trainer.use_vllm:
+            trainer.add_callback(ProofWatch(self))
+
+    def is_due(self) -> bool:
+        step = self.trainer.state.global_step
+        if self.settings.verify_every == 0 or step == self._last:
+            return False
+        return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
+
+    def tolerance(self, engine: torch.dtype) -> float:
+        """Largest gap in nats per token, for an engine with weights of this dtype."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return self.settings.tolerance or tolerance_for(engine, _training_dtype(self.trainer, model))
+
+    def last_proven(self) -> str:
+        """When the sync was proven last, in words."""
+        return "never" if self._done == 0 else f"at step {self._last}"
+
+    def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
+        """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
+
+        A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven instead
+        (``strict``: an error in any case).
+        """
+        trainer = self.trainer
+        probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
+        gap: SyncGap | None = None
+        try:
+            gap = self._gap(probe)
+        except EngineFault as fault:
+            if strict:
+                raise
+            trainer.parts.guard.engine_fault(fault)
+        self.doubted = anywhere(trainer.accelerator, gap is None)
+        if gap is None or self.doubted:
+            return
+        self._last, self._done = trainer.state.global_step, self._done + 1
+        trainer.recorder.book("train").add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
+
+    def _gap(self, probe: list[list[int]]) -> SyncGap:
+        trainer, generation = self.trainer, self.trainer.vllm_generation
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        was_training = model.training
+        model.eval()
+        try:
+            if generation.mode == "server":
+                stock_sync = functools.partial(trl_vllm.VLLMGeneration.sync_weights, generation)
+                proof = functools.partial(server.prove, generation, model, probe, self.tolerance)
+                return generation.server_return.proof(proof, stock_sync)  # type: ignore[no-any-return]
+            limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
+            bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
+            return prove_sync(bare, model, generation._iter_named_params, probe, tolerance=limit)
+        except EngineFault:
+            if generation.mode != "server":
+                generation.llm.faulty = True
+            raise
+        finally:
+            model.train(was_training)
+
+
+def anywhere(accelerator: Any, here: bool) -> bool:
+    """Whether it is so on any rank. A collective where there are several."""
+    if accelerator.num_processes == 1:
+        return here
+    return bool(accelerator.gather(torch.tensor([here], device=accelerator.device)).any())
+
+
+class ProofWatch(TrainerCallback):  # type: ignore[misc]
+    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
+
+    def __init__(self, proof: SyncProof) -> None:
+        self.proof = proof
+        self._doubts = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        every = self.proof.settings.verify_every
+        if every == 0 or every > MANY_STEPS:
+            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
+            self.proof.trainer.recorder.say(
+                f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): in between, "
+                "completions of stale weights would be trained on; up to "
+                f"{MANY_STEPS} is usual, 50 the default",
+                key="proof off",
+                level=logging.WARNING,
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        trainer = self.proof.trainer
+        gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
+        limit = GAP_FACTOR * self.proof.tolerance(
+            _training_dtype(trainer, trainer.accelerator.unwrap_model(trainer.model))
+        )
+        if gap is None or gap <= limit / min(trainer.temperature, 1.0):
+            return
+        proves = self.proof.settings.verify_every > 0
+        self.proof.doubted = proves and self._doubts < DOUBTS
+        self._doubts += 1
+        trainer.recorder.say(
+            f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: the engine may "
+            f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
+            + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
+            key="logp difference",
+            level=logging.WARNING,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        generation = self.proof.trainer.vllm_generation
+        if generation.mode == "server" and self.proof.trainer.accelerator.is_main_process:
+            release(generation.vllm_client, str(args.output_dir))
+
+
+def _training_dtype(trainer: GRPOTrainer, model: Any) -> torch.dtype:
+    if trainer.args.bf16:
+        return torch.bfloat16
+    return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
+
+
+__all__ = ["SyncProof", "engine_class"]

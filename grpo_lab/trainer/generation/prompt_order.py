@@ -1,0 +1,194 @@
+"""Which prompt comes next: our samplers in the place of TRL's `RepeatSampler`, fed by the run, kept in the checkpoint.
+
+    sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
+    sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
+    sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
+
+The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries numbers between them and the trainer:
+
+    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also where
+                 prompts are drawn past the sampler (`update.dead_groups: resample`)
+    success      right and scorable completions of each problem, counted over all ranks from the correctness reward
+    checkpoint   `grpo_lab_sampler.json` beside the optimizer's state, loaded before the first batch is drawn again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+
+from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
+from grpo_lab.io import write_whole_text
+from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.settings.sampler import SamplerSettings
+from grpo_lab.trainer.trl_bridge.rewards import correctness_column
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
+ROW_COLUMN = "grpo_lab_row"
+STATE_FILE = "grpo_lab_sampler.json"
+
+
+def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
+    """The data set with what the sampler needs, or ValueError where it cannot have it.
+
+    Args: reward_funcs: one reward or a list, as the trainer got them.
+    """
+    if settings is None:
+        return dataset
+    if dataset is None:
+        raise ValueError(
+            f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the prompts): "
+            "give a data set, or leave `sampler` out"
+        )
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"`sampler` draws rows by number, but `train_dataset` is a {type(dataset).__name__}; use a datasets.Dataset"
+        )
+    column = settings.column
+    if column is not None and column not in dataset.column_names:
+        raise ValueError(
+            f"`sampler.pass_rate_column` is {column!r}, which `train_dataset` lacks; it has {dataset.column_names}. "
+            "`grpo-lab curate` writes pass rates"
+        )
+    if settings.name != "prioritized":
+        return dataset
+    rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if correctness_column(rewards) is None:
+        raise ValueError(
+            "`sampler: prioritized` needs a reward that measures correctness, and none of `reward_funcs` does: an "
+            "AccuracyReward, a function called accuracy_reward, or one with the attribute measures_correctness = True"
+        )
+    if ROW_COLUMN in dataset.column_names:
+        dataset = dataset.remove_columns(ROW_COLUMN)
+    return dataset.add_column(ROW_COLUMN, list(range(len(dataset))))
+
+
+def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The row of the data set that each completion belongs to; −1 where it is not known (evaluation, other samplers)."""
+    return [int(row.get(ROW_COLUMN, -1)) for row in inputs]
+
+
+class PromptOrder:
+    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing.
+
+    Args:
+        args: the run's configuration.
+        group_size: completions of a prompt.
+        every: micro-batches that a generation batch serves (``Phase.every``).
+    """
+
+    def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
+        self.settings = settings
+        self._args, self._group_size, self._every = args, group_size, every
+        self.sampler: RoundSampler | None = None
+
+    def built(self, dataset: Any) -> RoundSampler | None:
+        """A new sampler in the shape of TRL's `RepeatSampler`; None where TRL's own is to be used."""
+        if self.settings is None:
+            return None
+        settings = self.settings
+        shape = {
+            "mini_repeat_count": self._group_size,
+            "batch_size": self._args.generation_batch_size // self._group_size,
+            "repeat_count": self._every,
+            "seed": self._args.seed,
+        }
+        rates = list(dataset[settings.column]) if settings.column else None
+        try:
+            self.sampler = _sampler(settings, dataset, rates, shape)
+        except ValueError as error:
+            raise ValueError(f"`sampler`: {error}") from error
+        return self.sampler
+
+    def learn(self, rows: Tensor, correct: Tensor | None) -> None:
+        """Give the sampler what a generation showed.
+
+        Args:
+            rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
+            correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
+        """
+        if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
+            for row, successes, trials in outcomes(rows, correct):
+                self.sampler.update(row, successes, trials)
+
+    def record(self, book: MetricBook) -> None:
+        """How far the sampler has come, once a generation batch."""
+        if isinstance(self.sampler, PrioritizedSampler):
+            seen, at_floor = self.sampler.trials > 0, self.sampler.weights <= self.sampler.floor
+            book.add_alike("sampler/seen_share", seen.sum(), self.sampler.num_samples)
+            book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state into a checkpoint folder; called on every rank, which must agree."""
+        if self.sampler is None:
+            return
+        prints = gather_object([self.sampler.fingerprint()])
+        if len(set(prints)) > 1:
+            raise RuntimeError(
+                f"the sampler differs between ranks (fingerprints {prints}): they would draw other prompts"
+            )
+        if self._args.should_save:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_whole_text(Path(folder) / STATE_FILE, json.dumps(self.sampler.state_dict()))
+
+    def load(self, checkpoint: str | None) -> None:
+        """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""
+        if self.sampler is None or checkpoint is None:
+            return
+        file = Path(checkpoint) / STATE_FILE
+        if not file.is_file():
+            raise ValueError(
+                f"`resume_from_checkpoint`: {checkpoint} holds no {STATE_FILE}: it was written without `sampler`; resume "
+                "with the settings of the run, or leave `sampler` out"
+            )
+        try:
+            self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`resume_from_checkpoint`: {file} does not fit this run: {error}") from error
+
+
+def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
+    """(row, right completions, scorable completions), one for each known row, in the rows' order."""
+    known = (rows >= 0) & ~correct.isnan().to(rows.device)
+    found, place = torch.unique(rows[known], return_inverse=True)
+    right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()
+    successes = torch.zeros_like(found).index_add_(0, place, right)
+    trials = torch.zeros_like(found).index_add_(0, place, torch.ones_like(right))
+    return list(zip(found.tolist(), successes.tolist(), trials.tolist(), strict=True))
+
+
+def _sampler(
+    settings: SamplerSettings, dataset: Any, rates: list[float] | None, shape: Mapping[str, Any]
+) -> RoundSampler:
+    if settings.name == "prioritized":
+        return PrioritizedSampler(
+            dataset,
+            **shape,
+            initial=0.0 if rates is None else _known(rates),
+            floor=settings["floor"],
+            decay=settings["decay"],
+        )
+    assert rates is not None
+    if settings.name == "curriculum":
+        return CurriculumSampler(dataset, rates, **shape)
+    return UniformThenHardSampler(
+        dataset,
+        rates,
+        **shape,
+        uniform_rounds=settings["uniform_rounds"],
+        hard_below=settings["hard_below"],
+        floor=settings["floor"],
+    )
+
+
+def _known(rates: list[float | None]) -> list[float]:
+    """Start a problem without a pass rate (no completion could be scored) from 0, as without the column."""
+    return [0.0 if rate is None else float(rate) for rate in rates]

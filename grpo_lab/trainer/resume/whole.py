@@ -1,0 +1,250 @@
+"""Which checkpoints of a run are whole and finite: one rule for ``--resume``, for ``resume_from_checkpoint=True`` and for what errors say.
+
+A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files (``MARK``), so a folder
+``checkpoint-N`` of ours is both. Those of stock TRL, of earlier versions, and whatever a file system or a hand has cut since, are looked
+at: heads and ends of their files. Before one is resumed from, all of it is read against the checksums of the list, or, where the list does
+not say that it was looked for, for NaN (``damaged``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.finite import not_finite
+from grpo_lab.io import own_cores
+
+SAVING = "_saving"
+"""Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
+
+MARK = "grpo_lab_checkpoint.json"
+"""Written last: the step, and every file with its bytes and its checksum."""
+
+OPEN_BATCH = "grpo_lab_generation.json"
+
+DELETABLE = (OPEN_BATCH, "grpo_lab_guard.json", "grpo_lab_kl.json", "grpo_lab_evaluation_due.json")
+"""May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
+
+PIECE = 64 * 2**20
+"""Bytes of a file that one thread reads for its checksum."""
+
+SMALL = 16 * 2**20
+"""Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is larger."""
+
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""transformers' mark of a checkpoint on a signal that was not finished."""
+
+BESIDE_WEIGHTS = {
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    "scheduler.pt": ("scheduler.pt", "global_step*"),
+    "rng_state.pth": ("rng_state*.pth",),
+}
+"""What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's); ``save_only_model`` writes none of it."""
+
+LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
+"""Pickles that a resume loads; torch refuses those that name more than these and torch's own."""
+MAY_BE_NAMED = {"numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"}
+MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
+
+
+def step_of(checkpoint: Path) -> int:
+    """Finished optimizer steps, from the folder's name; -1 for another name."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its content, too."""
+    passed: list[str] = []
+    found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
+    for checkpoint in sorted(found, key=step_of, reverse=True):
+        broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
+        if broken is None:
+            return checkpoint, passed
+        passed.append(f"{checkpoint.name} ({broken})")
+    return None, passed
+
+
+def what_is_broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the weights."""
+    if (checkpoint / INCOMPLETE).exists():
+        return f"{INCOMPLETE} stands in it: saving was not finished"
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no trainer_state.json, which is written last: saving was not finished"
+    except ValueError as error:
+        return f"trainer_state.json is damaged: {error}"
+    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+        return "trainer_state.json is of another step"
+    return broken_weights(checkpoint) or broken_pickles(checkpoint) or _against_mark(checkpoint)
+
+
+def lacking(checkpoint: Path) -> list[str]:
+    """What a resume would go on with and is not there: it starts anew, as after ``save_only_model``."""
+    return [name for name, forms in BESIDE_WEIGHTS.items() if not any(any(checkpoint.glob(form)) for form in forms)]
+
+
+def broken_weights(folder: Path) -> str | None:
+    """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            return f"{index.name} is damaged: {error}"
+    else:
+        places = {path.name: path.name for path in folder.glob("*.safetensors")}  # no list: a file for itself
+    sharded = any(folder.glob("pytorch_model*")) or any(folder.glob("global_step*"))  # FSDP's and DeepSpeed's own forms
+    if not places and not sharded:
+        return "it holds no weights"
+    for name in sorted(set(places.values())):
+        try:
+            with safe_open(folder / name, framework="pt") as file:  # checks the length of the file against its head
+                here = {*file.keys(), name}
+        except (SafetensorError, OSError) as error:
+            return f"{name} is not whole: {error}"
+        if missing := sorted(tensor for tensor, shard in places.items() if shard == name and tensor not in here):
+            return f"{name} lacks {missing[0]}"
+    return None
+
+
+def broken_pickles(checkpoint: Path) -> str | None:
+    """Which of its ``.pt`` and ``.pth`` files cannot be loaded, and why."""
+    return next(filter(None, map(_broken_pickle, sorted(checkpoint.glob("*.pt*")))), None)
+
+
+def _broken_pickle(file: Path) -> str | None:
+    """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their checksums."""
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip() if file.stat().st_size <= SMALL else None
+        named = get_unsafe_globals_in_checkpoint(str(file)) if file.name.startswith(LOADED) else []
+    except Exception:  # flipped bits may be a compression that is none, a name that is no text, a key that is asked for
+        return f"{file.name} is not whole"
+    forbidden = [name for name in named if name not in MAY_BE_NAMED and not name.startswith(("torch.", "torchao."))]
+    if forbidden:
+        return f"{file.name} names {forbidden[0]}, which is not loaded from a file: no training wrote it"
+    return None if bad is None else f"{file.name} is damaged: {bad} has another checksum"
+
+
+def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
+    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``: it was looked at for NaN.
+
+    For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MARK, *DELETABLE))
+    names = [path.relative_to(folder).as_posix() for path in files]
+    sizes = {name: path.stat().st_size for name, path in zip(names, files, strict=True)}
+    found = {"step": step, "finite": finite, "files": sizes}
+    if not checksums:
+        return found
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        beside.submit(_towards_disk, files)
+        return {**found, "sha256": checksums_of(folder, _no_texts(names))}
+
+
+def _towards_disk(files: list[Path]) -> None:
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:  # an error is the move's, which asks again
+            os.fsync(opened.fileno())
+
+
+def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
+    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib`` lets them)."""
+    pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
+    found = {name: hashlib.sha256() for name in names}
+    with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
+        for (file, _), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
+            found[file.relative_to(folder).as_posix()].update(digest)
+    return {name: one.hexdigest() for name, one in found.items()}
+
+
+def _digest(piece: tuple[Path, int]) -> bytes:
+    found, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with piece[0].open("rb", buffering=0) as file:
+        file.seek(piece[1])
+        left = PIECE
+        while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
+            found.update(buffer[:got])
+            left -= got
+    return found.digest()
+
+
+def _no_texts(names: list[str]) -> list[str]:
+    """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against its checksum."""
+    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md"))]
+
+
+def damaged(checkpoint: Path) -> str | None:
+    """What in a checkpoint is not what was written, or not finite where nobody has looked yet: all of it is read. None where it is fine."""
+    listed = _mark(checkpoint)
+    if isinstance(listed, str):
+        return listed
+    if listed is None:
+        return not_finite(checkpoint)
+    wanted: dict[str, str] = listed.get("sha256") or {}
+    batch = (checkpoint / OPEN_BATCH).is_file()  # deleted by hand: its rows are not read
+    here = [n for n in wanted if (checkpoint / n).is_file() and (batch or not n.startswith("grpo_lab_generation_"))]
+    found = checksums_of(checkpoint, here)
+    other = next((name for name in here if found[name] != wanted[name]), None)
+    if other is not None:
+        return f"{other} is damaged: its content is not what was written (another checksum)"
+    return None if "finite" in listed else not_finite(checkpoint)
+
+
+def _mark(checkpoint: Path) -> dict[str, Any] | str | None:
+    """What ``MARK`` says; None without one, words where it cannot be read."""
+    try:
+        found = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))
+        found["files"].items()
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MARK} is damaged: {error}"
+    return dict(found)
+
+
+def _against_mark(checkpoint: Path) -> str | None:
+    """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``). Without a list: what
+    a resume needs is there, or nothing of it.
+    """
+    mark = _mark(checkpoint)
+    if mark is None:
+        missing = lacking(checkpoint)
+        return f"{missing[0]} is missing" if 0 < len(missing) < len(BESIDE_WEIGHTS) else None
+    if isinstance(mark, str):
+        return mark
+    listed: dict[str, int] = mark["files"]
+    for name, size in listed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".distcp") and file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes of {size}"
+    return None
+
+
+__all__ = [
+    "MARK",
+    "SAVING",
+    "broken_pickles",
+    "broken_weights",
+    "checksums_of",
+    "damaged",
+    "lacking",
+    "mark_of",
+    "newest_whole",
+    "step_of",
+    "what_is_broken",
+]

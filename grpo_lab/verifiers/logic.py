@@ -1,0 +1,232 @@
+"""A checker of natural deduction for classical propositional logic (Gentzen's rules, Fitch's layout).
+
+    1. p -> q [premise]              a line: number, one | for each open assumption, formula, rule with the lines it rests on
+    2. q -> r [premise]
+    3. | p [assume]                  opens a part that holds under p
+    4. | q [->e 1,3]
+    5. | r [->e 2,4]
+    6. p -> r [->i 3-5]              closes it; a-b names such a part by its first and last line
+
+    copy n        A                   &i m,n   A & B            &e m    A, or B, of A & B
+    vi m          A v B of either     ve m,a-b,c-d   C of A v B, A … C and B … C
+    ->e m,n       B of A -> B and A   ->i a-b  A -> B of A … B
+    ~e m,n        # of ~A and A       ~i a-b   ~A of A … #
+    #e m          anything of #       ~~e m    A of ~~A          raa a-b   A of ~A … #
+
+A line may rest on earlier lines that stand under no assumption closed since, and on parts closed where it can see them. The proof ends
+with the goal under no assumption. The order of m and n does not matter.
+
+Formulas of propositional logic: read, and written in one form.
+
+    atom   a single letter a … z but v          ~A  ¬A  not          A & B  ∧  and
+    #  ⊥   the false one                        A v B  ∨  or         A -> B  →  implies, to the right
+
+``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign may stand without brackets; the reading is ``(p & q) & r`` and
+``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Formula = tuple[Any, ...]
+MOST_CHARACTERS_OF_A_FORMULA, MOST_DEPTH = 300, 40
+FALSE: Formula = ("#",)
+_SPELLED_OPERATORS = {"∧": "&", "∨": "v", "¬": "~", "→": "->", "⊥": "#", "!": "~", "=>": "->", "⇒": "->", "∼": "~"}
+_TOKEN = re.compile(r"\s*(->|=>|[∧∨¬→⊥⇒∼!&~#()a-z])")
+_LEVELS = ("->", "v", "&")
+
+
+class NoFormula(ValueError):
+    """The text is no formula, or one too large."""
+
+
+def read(text: str) -> Formula:
+    """The formula that all of ``text`` is."""
+    if len(text) > MOST_CHARACTERS_OF_A_FORMULA:
+        raise NoFormula(f"longer than {MOST_CHARACTERS_OF_A_FORMULA} characters")
+    tokens, place = [], 0
+    text = text.strip()
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None:
+            raise NoFormula(f"{text[place : place + 20]!r}")
+        tokens.append(_SPELLED_OPERATORS.get(found[1], found[1]))
+        place = found.end()
+    formula, end = _level(tokens, 0, 0, 0)
+    if end < len(tokens):
+        raise NoFormula(f"{tokens[end]!r} is left over")
+    return formula
+
+
+def _level(tokens: list[str], place: int, level: int, depth: int) -> tuple[Formula, int]:
+    if depth > MOST_DEPTH:
+        raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+    if level == len(_LEVELS):
+        return _single(tokens, place, depth)
+    left, place = _level(tokens, place, level + 1, depth)
+    sign = _LEVELS[level]
+    while place < len(tokens) and tokens[place] == sign:
+        right, place = _level(tokens, place + 1, level if sign == "->" else level + 1, depth + 1)
+        left = (sign, left, right)
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+    return left, place
+
+
+def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
+    token = tokens[place] if place < len(tokens) else ""
+    if token == "~":
+        if depth > MOST_DEPTH:
+            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+        inside, place = _single(tokens, place + 1, depth + 1)
+        return ("~", inside), place
+    if token == "(":
+        inside, place = _level(tokens, place + 1, 0, depth + 1)
+        if place >= len(tokens) or tokens[place] != ")":
+            raise NoFormula("a bracket is not closed")
+        return inside, place + 1
+    if token == "#" or (len(token) == 1 and token.isalpha() and token != "v"):
+        return (token,), place + 1
+    raise NoFormula(f"{token!r} where a formula is needed")
+
+
+def write(formula: Formula) -> str:
+    """With brackets around every compound part, none around the whole."""
+    if len(formula) == 1:
+        return str(formula[0])
+    if formula[0] == "~":
+        return f"~{_part(formula[1])}"
+    return f"{_part(formula[1])} {formula[0]} {_part(formula[2])}"
+
+
+def _part(formula: Formula) -> str:
+    return f"({write(formula)})" if len(formula) == 3 else write(formula)
+
+
+def atoms(formula: Formula) -> set[str]:
+    if len(formula) == 1:
+        return set() if formula == FALSE else {formula[0]}
+    return set().union(*(atoms(part) for part in formula[1:]))
+
+
+MOST_LINES, MOST_CHARACTERS = 200, 1000
+_LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
+_RULE = re.compile(
+    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
+)
+_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "→": ">", "⊥": "#"})
+
+
+class NotAProof(ValueError):
+    """Why a text is no proof of the sequent, with the line."""
+
+
+@dataclass
+class _Part:
+    """An assumption and what was derived under it; the outermost one has no assumption."""
+
+    first: int
+    lines: dict[int, Formula] = field(default_factory=dict)
+    closed: dict[tuple[int, int], tuple[Formula, Formula]] = field(default_factory=dict)
+    """(first, last line) of the parts closed in it → assumption, last formula."""
+
+
+def check(text: str, premises: Sequence[Formula], goal: Formula) -> None:
+    """Raises ``NotAProof`` unless ``text`` proves ``goal`` from ``premises``."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not 0 < len(lines) <= MOST_LINES:
+        raise NotAProof(f"{len(lines)} lines; 1 to {MOST_LINES} are read")
+    proof = _Proof(premises)
+    for number, line in enumerate(lines, start=1):
+        try:
+            proof.add(number, line)
+        except (NotAProof, NoFormula) as error:
+            raise NotAProof(f"line {number}: {error}") from None
+    if len(proof.open) > 1 or proof.open[0].lines.get(len(lines)) != goal:
+        raise NotAProof("the last line is not the goal under no assumption")
+
+
+class _Proof:
+    def __init__(self, premises: Sequence[Formula]) -> None:
+        self.premises = premises
+        self.open = [_Part(0)]
+
+    def add(self, number: int, line: str) -> None:
+        found = _LINE.match(line) if len(line) <= MOST_CHARACTERS else None
+        rule = found and _RULE.match(found[4].replace("→", "->").translate(_SPELLED).strip())
+        if not found or not rule or int(found[1]) != number:
+            raise NotAProof(f"not of the form `{number}. formula [rule lines]`")
+        depth, formula = found[2].count("|"), read(found[3])
+        self._move_to(depth, number, opens=rule[1] == "assume")
+        if rule[1] == "premise":
+            if depth or formula not in self.premises:
+                raise NotAProof("no premise")
+        elif rule[1] != "assume":
+            self._derive(formula, rule[1], re.findall(r"[0-9]+(?:-[0-9]+)?", rule[2]))
+        elif rule[2].strip():
+            raise NotAProof("an assumption rests on nothing")
+        self.open[-1].lines[number] = formula
+
+    def _move_to(self, depth: int, number: int, *, opens: bool) -> None:
+        if depth > len(self.open) - (0 if opens else 1) or (opens and not depth):
+            raise NotAProof("a | without an assumption")
+        while len(self.open) - 1 > (depth - 1 if opens else depth):
+            part = self.open.pop()
+            ends = part.first, max(part.lines)
+            self.open[-1].closed[ends] = part.lines[part.first], part.lines[ends[1]]
+        if opens:
+            self.open.append(_Part(number))
+
+    def _derive(self, formula: Formula, rule: str, places: list[str]) -> None:
+        lines = [self._line(int(place)) for place in places if "-" not in place]
+        parts = [self._part(place) for place in places if "-" in place]
+        wanted_lines, wanted_parts, follows = _RULES[rule]
+        if (len(lines), len(parts)) != (wanted_lines, wanted_parts):
+            raise NotAProof(f"{rule} rests on {wanted_lines} lines and {wanted_parts} parts")
+        if not (follows(formula, lines, parts) or follows(formula, lines[::-1], parts[::-1])):
+            raise NotAProof(f"does not follow by {rule}")
+
+    def _line(self, number: int) -> Formula:
+        for part in self.open:
+            if number in part.lines:
+                return part.lines[number]
+        raise NotAProof(f"line {number} cannot be seen from here")
+
+    def _part(self, place: str) -> tuple[Formula, Formula]:
+        first, last = map(int, place.split("-"))
+        for part in self.open:
+            if (first, last) in part.closed:
+                return part.closed[first, last]
+        raise NotAProof(f"no part {place} can be seen from here")
+
+
+Lines = list[Formula]
+Parts = list[tuple[Formula, Formula]]
+_Follows = Callable[[Formula, Lines, Parts], bool]
+
+
+def _or_eliminated(goal: Formula, lines: Lines, parts: Parts) -> bool:
+    (first, end), (second, other_end) = parts
+    return bool(lines[0] == ("v", first, second) and end == other_end == goal)
+
+
+_RULES: dict[str, tuple[int, int, _Follows]] = {
+    "copy": (1, 0, lambda a, x, _: a == x[0]),
+    "&i": (2, 0, lambda a, x, _: a == ("&", x[0], x[1])),
+    "&e": (1, 0, lambda a, x, _: x[0][0] == "&" and a in x[0][1:]),
+    "vi": (1, 0, lambda a, x, _: a[0] == "v" and x[0] in a[1:]),
+    "ve": (1, 2, _or_eliminated),
+    "->i": (0, 1, lambda a, _, s: a == ("->", *s[0])),
+    "->e": (2, 0, lambda a, x, _: x[0] == ("->", x[1], a)),
+    "~i": (0, 1, lambda a, _, s: a == ("~", s[0][0]) and s[0][1] == FALSE),
+    "~e": (2, 0, lambda a, x, _: a == FALSE and x[0] == ("~", x[1])),
+    "#e": (1, 0, lambda a, x, _: x[0] == FALSE),
+    "~~e": (1, 0, lambda a, x, _: x[0] == ("~", ("~", a))),
+    "raa": (0, 1, lambda a, _, s: s[0] == (("~", a), FALSE)),
+}
+"""Rule → how many lines and parts it rests on, and whether the formula follows from them in this order."""
