@@ -20,7 +20,7 @@ _HOMES = {
     "kimi_length_reward": "length",
     "LanguageConsistencyReward": "language.reward",
     "GroupReward": "protocol",
-    "group_reward": "group",
+    "group_reward": "protocol",
     "EquationSteps": "arithmetic.steps",
     "ProofReward": "proof",
     "SplitStepReward": "steps",
@@ -62,13 +62,12 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.coin import CoinReward
     from grpo_lab.rewards.countdown import CountdownReward
     from grpo_lab.rewards.format import ThinkFormatReward
-    from grpo_lab.rewards.group import group_reward
     from grpo_lab.rewards.language.reward import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.math.accuracy import AccuracyReward
     from grpo_lab.rewards.math.published import BoxedReward, HashesReward
     from grpo_lab.rewards.proof import ProofReward
-    from grpo_lab.rewards.protocol import GroupReward
+    from grpo_lab.rewards.protocol import GroupReward, group_reward
     from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps

@@ -9,7 +9,7 @@ Idea: a reward that only a working program earns (HumanEval, arXiv 2107.03374; M
 their own, and the program in another one behind walls, which is asked for values and answers with data.
 docs/algorithms/code_reward.md says what that protects from and what not.
 
-The gold of a coding task: what data sets write in a column of tests, as one of three kinds.
+The column of tests holds one of three kinds, as data sets write them:
 
     assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such lines, or
                  {"functional": text} (LeetCode in rllm and code-r1)
@@ -29,8 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.program_text import program_text
+from grpo_lab.rewards.completion import completion_text, program_text
 from grpo_lab.sandbox.client import CodeJudge, Tests, Trial, packed_calls
 
 _INPUT, _OUTPUT, _FUNCTION = ("input", "inputs"), ("output", "outputs"), ("fn_name", "func_name")

@@ -24,8 +24,6 @@ from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-__all__ = ["KimiLengthReward", "kimi_length_reward"]
-
 Truncated = Literal["as_is", "wrong", "exclude"]
 _TRUNCATED = ("as_is", "wrong", "exclude")
 

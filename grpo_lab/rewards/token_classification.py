@@ -239,6 +239,3 @@ def _label(good: int | str, config: Any, source: str) -> int:
             f"`good` is {good!r}; {source} has {config.num_labels} labels: {names}. Two or more are needed, and `good` is one of them"
         )
     return index
-
-
-__all__ = ["TokenClassificationSteps"]

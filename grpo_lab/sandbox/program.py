@@ -120,13 +120,11 @@ class Server:
 
     def _load(self, source: str) -> dict[str, Any]:
         sys.modules["solution"] = self.module
-        if (
-            "class Solution" in source
-        ):  # as judges of contests have them: the heads that they give ask for `List` and import nothing
+        if "class Solution" in source:
+            # as judges of contests have them: the heads that they give ask for `List` and import nothing
             typing = importlib.import_module("typing")
-            vars(builtins).update(
-                {name: getattr(typing, name) for name in typing.__all__ if not hasattr(builtins, name)}
-            )
+            missing = [name for name in typing.__all__ if not hasattr(builtins, name)]
+            vars(builtins).update({name: getattr(typing, name) for name in missing})
         exec(compile(source, "<program>", "exec"), self.module.__dict__)
         names = [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
         return {"value": names, "args": None}

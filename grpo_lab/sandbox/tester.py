@@ -67,9 +67,7 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
-    def tests(
-        self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()
-    ) -> None:
+    def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
         """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
         try:
             self.program.load(source)
@@ -122,9 +120,8 @@ def same(value: Any, expected: Any) -> bool:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        made = {
-            json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
-        }
+        numbers = (int, float, bool)
+        made = {json.dumps(key) if type(key) in numbers else key: _as_json(one) for key, one in value.items()}
         return made if len(made) == len(value) else value  # `1` beside `"1"` is more than JSON has
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 

@@ -250,15 +250,8 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
         text = ""
     held = {name: value for name, value in _plain_items(error) if isinstance(name, str) and not name.startswith("_")}
     args = _plain(error.args)
-    return {
-        "raised": {
-            "kinds": kinds,
-            "text": text,
-            "args": [text] if args is None else args["tuple"],
-            "held": held,
-            "again": again,
-        }
-    }
+    given = [text] if args is None else args["tuple"]
+    return {"raised": {"kinds": kinds, "text": text, "args": given, "held": held, "again": again}}
 
 
 def _plain_items(error: BaseException) -> Any:

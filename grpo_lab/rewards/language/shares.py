@@ -1,12 +1,8 @@
 """Text → how many words it has and which share of them is in which language.
 
-First the script of each word (``scripts``), then, within a script that several languages share, the mixture of languages
-that explains its words best (``language_mixture``).
-
-Which share of the words is in which language: a text as a mixture of languages.
-
-A single word often belongs to several languages ("no", "animal", "a"); a text hardly ever. So the words are not judged one
-by one. With p(w | l) from ``language_evidence`` the shares π are those that make the text most likely,
+First the script of each word (``words``). Then, within a script that several languages share, the mixture of languages that explains
+its words best: a single word often belongs to several ("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the
+shares π are those that make the text most likely,
 
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
 
@@ -116,7 +112,7 @@ class LanguageShares:
 def language_shares(text: str, expected: str | None = None) -> LanguageShares:
     """Share of each language in the words of ``text``; no words, no shares.
 
-    ``expected`` is the language to which words go that fit several equally (``language_mixture.DOUBT``).
+    ``expected`` is the language to which words go that fit several equally (``DOUBT``).
     """
     groups: dict[str, list[Word]] = {}
     letters = 0

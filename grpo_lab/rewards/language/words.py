@@ -1,18 +1,16 @@
-r"""Text → the words that say something about its language.
+r"""Text → the words that say something about its language, each with its script.
 
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
 formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
 or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
-evidence is weighed (``language_evidence``, ``language_shares``), since no rule on one word can tell them.
+evidence is weighed (``evidence``, ``shares``), since no rule on one word can recognise them.
 
 Two rules keep the neutral places from being used to hide prose: characters of other scripts than Latin and Greek count
 wherever they stand (code and formulas are written in Latin and Greek letters), and the contents of ``\text{…}`` count as
 prose. Every pattern is linear in the length of the text: model text is hostile.
 
-Writing systems: which script a character is in, which languages we tell apart within one, how words are counted.
-
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
-in different groups are told apart by their characters alone; within a group by ``language_evidence``.
+in different groups differ in their characters alone; within a group ``evidence`` decides.
 """
 
 from __future__ import annotations

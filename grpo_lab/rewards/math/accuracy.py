@@ -5,7 +5,7 @@ rewards); equality by math-verify. How we differ from TRL's `accuracy_reward`: t
 from the model's *own* answer where a base model runs on), not searched for by math-verify; comparison happens in
 processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 
-The gold answer inside a `solution` column: a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
+The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
-from grpo_lab.rewards.arithmetic.equations import judged
-from grpo_lab.rewards.arithmetic.writing import plain
+from grpo_lab.rewards.arithmetic.equations import judged, plain
 from grpo_lab.rewards.completion import completion_text, prompt_text
 from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_in_words, stated_expression
 from grpo_lab.rewards.math.extraction import Answer, extract_answer

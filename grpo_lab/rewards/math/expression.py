@@ -1,8 +1,6 @@
 """From a few words to the one expression they state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
 
-Every scan is linear in the text: no pattern here can revisit what it has passed (each repeats one character class).
-
-A number in running text with all that belongs to it: what follows may change its value, or make it one of several.
+A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
 
     "12 million people"          -> "12 million"
     "3 and a half hours"         -> "3 and a half"
@@ -10,7 +8,7 @@ A number in running text with all that belongs to it: what follows may change it
     "3 apples and 5 pears"       -> "3 apples and 5"      (several answers: equal to no single number)
     "18 because 3 + 15 = 18"     -> "18"
 
-Every pattern here looks a bounded number of words ahead.
+Every scan is linear in the text: no pattern revisits what it has passed, and each looks a bounded number of words ahead.
 """
 
 from __future__ import annotations
