@@ -8,29 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "AccuracyReward": "math.accuracy",
-    "BoxedReward": "math.published",
-    "CodeReward": "code",
-    "CoinReward": "coin",
-    "CountdownReward": "countdown",
-    "HashesReward": "math.published",
-    "ThinkFormatReward": "format",
-    "KimiLengthReward": "length",
-    "kimi_length_reward": "length",
-    "LanguageConsistencyReward": "language.reward",
-    "GroupReward": "protocol",
-    "group_reward": "protocol",
-    "EquationSteps": "arithmetic.steps",
-    "ProofReward": "proof",
-    "SplitStepReward": "steps",
-    "SortingReward": "sorting",
-    "StepReward": "steps",
-    "TokenClassificationSteps": "token_classification",
-    "step_reward": "steps",
-    "steps_as_outcome": "steps",
-    "worked_out": "arithmetic.steps",
+_MODULES = {
+    "arithmetic.steps": "EquationSteps worked_out",
+    "code": "CodeReward",
+    "coin": "CoinReward",
+    "countdown": "CountdownReward",
+    "format": "ThinkFormatReward",
+    "language.reward": "LanguageConsistencyReward",
+    "length": "KimiLengthReward kimi_length_reward",
+    "math.accuracy": "AccuracyReward",
+    "math.published": "BoxedReward HashesReward",
+    "proof": "ProofReward",
+    "protocol": "GroupReward group_reward",
+    "sorting": "SortingReward",
+    "steps": "SplitStepReward StepReward step_reward steps_as_outcome",
+    "token_classification": "TokenClassificationSteps",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "AccuracyReward",

@@ -110,7 +110,7 @@ def reasoning_in(completion: Any) -> str:
 def program_text(completion: str) -> str:
     """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last ``<answer>``; else all.
 
-    What stands before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a line that
+    Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a line that
     ends with the closing fence. A byte order mark is no part of a program.
     """
     text = completion.rpartition(_CLOSE)[2]
@@ -217,7 +217,7 @@ class _Blocks:
 def answer_block(completion: str) -> str:
     """The inside of the last ``<answer>``, else the last fenced block, else all.
 
-    What stands before the last ``</think>`` is not looked at; an ``<answer>`` that is never closed reaches to the end.
+    Text before the last ``</think>`` is not looked at; an ``<answer>`` that is never closed reaches to the end.
     """
     text = completion.rpartition(_CLOSE)[2]
     _, marked, answer = text.rpartition("<answer>")

@@ -58,7 +58,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
         processes = _processes()
         if processes > 1:
             raise ValueError(
-                f"{name} sees only this process's rows (1 of {processes}) and cannot tell whether its groups are whole. "
+                f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are whole. "
                 f"{advice}; or give {name} `num_generations`, so that it can check"
             )
         if len(lengths) > 1 or lengths == [1]:
@@ -76,7 +76,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
 
 
 def _processes() -> int:
-    """How many processes train together, as far as one of them can tell."""
+    """How many processes train together, as far as one of them knows."""
     torch_distributed = import_module("torch.distributed")
     if torch_distributed.is_available() and torch_distributed.is_initialized():
         return int(torch_distributed.get_world_size())
@@ -102,7 +102,7 @@ def check_requires(requires: Any) -> None:
 
 
 def check_decorated(score: Any) -> None:
-    """ValueError for what ``@group_reward`` cannot stand on: an ``async def``, no function, a function without a name."""
+    """ValueError for what ``@group_reward`` cannot decorate: an ``async def``, no function, a function without a name."""
     refuse_waiting(score, getattr(score, "__qualname__", repr(score)))
     if not callable(score) or not hasattr(score, "__qualname__"):
         raise ValueError(
@@ -125,7 +125,7 @@ class Group:
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL tells no reward).
+        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no reward).
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
@@ -148,12 +148,9 @@ class Group:
 
     def __post_init__(self) -> None:
         size = len(self.completions)
+        own = ("completion_ids", "lengths", "truncated", "messages", "environments")
         lists: dict[str, Sequence[Any] | None] = {
-            "completion_ids": self.completion_ids,
-            "lengths": self.lengths,
-            "truncated": self.truncated,
-            "messages": self.messages,
-            "environments": self.environments,
+            **{name: getattr(self, name) for name in own},
             **{f"rewards[{name!r}]": values for name, values in self.rewards.items()},
             **{f"columns[{name!r}]": values for name, values in self.columns.items()},
         }

@@ -88,7 +88,7 @@ def _sound(*processes: Jailed) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
-    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls stand."""
+    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls can be put up."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -195,7 +195,7 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where they stand."""
+    """Why this wall cannot be put up on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where these are in force."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not kernel.landlock_version():

@@ -181,9 +181,7 @@ class WorkerProcess:
             return self._how_it_ended(message["ended"]) if "ended" in message else dict(message)
         if chunk:
             return None
-        return (
-            {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with the process that started it"}
-        )
+        return {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with its fork server"}
 
     def _how_it_ended(self, code: int) -> dict[str, Any]:
         if code == -signal.SIGPROF:
@@ -199,7 +197,7 @@ class WorkerProcess:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What became of one job: `ok` with the handler's value, `timeout` or `crash` with a reason; wall-clock seconds."""
 
     status: Literal["ok", "timeout", "crash"]
@@ -296,7 +294,7 @@ class WorkerPool:
             processes.fork_server = ForkServerProcess(self.handler, self.limits)
         return processes.fork_server
 
-    def run(self, payloads: Sequence[Any]) -> list[Outcome]:
+    def run(self, payloads: Sequence[Any]) -> list[JobOutcome]:
         """Runs every payload and returns outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
         self._own()
         with self._lock:
@@ -315,11 +313,11 @@ class _Round:
         self.workers = pool._processes.workers
         self.lost = 0
         self.payloads = payloads
-        self.results: list[Outcome | None] = [None] * len(payloads)
+        self.results: list[JobOutcome | None] = [None] * len(payloads)
         self.todo = deque(range(len(payloads)))
         self.job_of: dict[WorkerProcess, int] = {}
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[JobOutcome]:
         while self.todo or self.job_of:
             self._start_workers()
             self._dispatch()
@@ -365,7 +363,10 @@ class _Round:
         if "ready" in message:
             worker.pid = message["ready"]
         elif "lost" in message and self.lost < _MOST_LOST and (worker.ready or self.lost):
-            self._again(worker)
+            self.lost += 1  # somebody killed the fork server: another worker does its job
+            if worker in self.job_of:
+                self.todo.appendleft(self.job_of.pop(worker))
+            self._end(worker)
         elif not worker.ready:
             raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
         elif "ok" in message:
@@ -377,13 +378,6 @@ class _Round:
             self._finish(worker, status, None, message.get(status) or message["lost"])
             self._end(worker)
 
-    def _again(self, worker: WorkerProcess) -> None:
-        """Its end had nothing to do with its job (somebody killed the process that forks): another worker does that."""
-        self.lost += 1
-        if worker in self.job_of:
-            self.todo.appendleft(self.job_of.pop(worker))
-        self._end(worker)
-
     def _expire(self, worker: WorkerProcess) -> None:
         if not worker.ready:
             raise VerifierError(
@@ -394,7 +388,7 @@ class _Round:
         self._end(worker)
 
     def _finish(self, worker: WorkerProcess, status: Literal["ok", "timeout", "crash"], value: Any, why: str) -> None:
-        self.results[self.job_of.pop(worker)] = Outcome(status, value, why, time.monotonic() - worker.since)
+        self.results[self.job_of.pop(worker)] = JobOutcome(status, value, why, time.monotonic() - worker.since)
 
     def _end(self, worker: WorkerProcess) -> None:
         worker.kill()

@@ -1,4 +1,4 @@
-"""What stands in the tester for an object of the program's: every question about it is asked in the program's process.
+"""The tester's proxy of an object of the program's: every question about it is asked in the program's process.
 
 Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less than everything, or
 whose difference to anything is 0, passes nothing. Objects of the program among themselves are as the program says.

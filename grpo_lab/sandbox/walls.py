@@ -83,7 +83,7 @@ def reachable_by_others(path: str) -> bool:
 
 
 def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for. Any wall that cannot stand is an ``OSError``."""
+    """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an ``OSError``."""
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
         _enter_view(allowance.folder_bytes)

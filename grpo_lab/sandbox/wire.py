@@ -1,6 +1,6 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-Its source is also run inside the program's process (``program``), so it stands alone: standard library, no import of ours.
+Its source is also run inside the program's process (``program``), so it depends on nothing: standard library, no import of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}

@@ -205,12 +205,10 @@ class _Reader:
             self.last, self.end = "half", part.end()
             return True
         following = _WORD.match(self.text, word.end())
-        if self.last in ("hundred", "power") and following and self._fits(following[1].lower()):
-            return self._takes(following[1].lower(), following.end())
+        name = following[1].lower() if following else ""
+        if following and self.last in ("hundred", "power") and (name in _ONES or name in _TENS):
+            return self._takes(name, following.end())
         return False
-
-    def _fits(self, name: str) -> bool:
-        return name in _ONES or name in _TENS
 
     def _point(self, start: int) -> bool:
         digits = ""

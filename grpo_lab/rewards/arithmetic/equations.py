@@ -26,7 +26,7 @@ from fractions import Fraction
 from grpo_lab.verifiers.quantity import value_of_sign
 
 ABOUT = "≈"
-#: stands where something was that is not read, and ties what follows to it
+#: in the place of what is not read; ties what follows to it
 _NOT_READ = " § *"
 _SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 #: longest side of an equation that is read, in characters, and deepest nesting

@@ -23,7 +23,7 @@ class EquationSteps(SplitStepReward):
     """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not scored else.
 
     Exact fractions; decimals as rounded as they are written; chains ``a = b = c`` link by link; a name that the solution set
-    (``A = 3 + 4``) stands for its value in later steps. What is not arithmetic on both sides is not judged (``equations``), so a
+    (``A = 3 + 4``) is its value in later steps. What is not arithmetic on both sides is not judged (``equations``), so a
     wrong *plan* in right arithmetic is not seen, and a model could learn to write trivial equations: use it beside an outcome reward.
 
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).

@@ -30,7 +30,7 @@ class LanguageConsistencyReward:
 
     Args:
         target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the language
-            that most words of the row's prompt are in. A prompt whose language cannot be told (formulas only, two languages
+            that most words of the row's prompt are in. A prompt whose language is not clear (formulas only, two languages
             in equal parts) makes the row unscorable: ``None``.
         empty: the value of reasoning without a single countable word: nothing at all, or only digits and formulas. 0 by
             default, because a policy finds whatever pays: with 1 the cheapest way out of mixed-language reasoning is no

@@ -121,7 +121,9 @@ def language_shares(text: str, expected: str | None = None) -> LanguageShares:
             letters += 1
         else:
             groups.setdefault(word.group, []).append(word)
-    sizes = _without_foreign_names({group: _size(words) for group, words in groups.items()}, groups)
+    sizes = _without_foreign_names(
+        {group: float(sum(map(_words_in, words))) for group, words in groups.items()}, groups
+    )
     if "latin" in sizes:  # a letter is a word as far as the prose around it explains, else a variable
         sizes["latin"] += min(letters, LETTERS_PER_WORD * sizes["latin"])
     total = sum(sizes.values())
@@ -145,10 +147,6 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
         word_likelihoods(distinct, group), counts, languages.index(expected) if expected in languages else None
     )
     return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
-
-
-def _size(words: Sequence[Word]) -> float:
-    return float(sum(_words_in(word) for word in words))
 
 
 def _words_in(word: Word) -> int:

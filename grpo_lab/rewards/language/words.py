@@ -52,23 +52,8 @@ zh, ja: characters per English word of the same sentences, measured on the paral
 913/597 and 723/307. th: average length of a Thai word (no parallel data here).
 """
 
-_UNICODE_NAMES = {
-    "LATIN": "latin",
-    "CYRILLIC": "cyrillic",
-    "ARABIC": "arabic",
-    "CJK": "cjk",
-    "HIRAGANA": "cjk",
-    "KATAKANA": "cjk",
-    "KATAKANA-HIRAGANA": "cjk",
-    "IDEOGRAPHIC": "cjk",
-    "HANGUL": "hangul",
-    "DEVANAGARI": "devanagari",
-    "BENGALI": "bengali",
-    "TAMIL": "tamil",
-    "GREEK": "greek",
-    "HEBREW": "hebrew",
-    "THAI": "thai",
-}
+_CJK = "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA IDEOGRAPHIC"
+_UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.fromkeys(_CJK.split(), "cjk")
 
 
 @lru_cache(maxsize=65_536)
@@ -95,40 +80,23 @@ class Word(NamedTuple):
     capitalised: bool
 
 
-_NEUTRAL_WORDS = frozenset(
-    {
-        *(
-            "sin",
-            "cos",
-            "tan",
-            "cot",
-            "sec",
-            "csc",
-            "arcsin",
-            "arccos",
-            "arctan",
-            "log",
-            "ln",
-            "exp",
-            "lim",
-            "sup",
-            "inf",
-        ),
-        *("max", "min", "gcd", "lcm", "mod", "det", "sqrt", "frac", "cdot", "boxed"),
-        *("km", "cm", "mm", "kg", "mg", "ml", "kph", "mph", "lbs", "ft", "oz", "hr", "hrs", "sq", "cu"),
-    }
+_SYMBOLS = (
+    "sin cos tan cot sec csc arcsin arccos arctan log ln exp lim sup inf "
+    "max min gcd lcm mod det sqrt frac cdot boxed "
+    "km cm mm kg mg ml kph mph lbs ft oz hr hrs sq cu"
 )
+_NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
 """Single letters a–z that are a word somewhere (English "a", Spanish "y", Portuguese "o"). They can as well be variables."""
 
 _ENVIRONMENTS = (
-    *("align", "aligned", "alignat", "alignedat", "equation", "gather", "gathered", "array", "eqnarray", "multline"),
-    *("split", "cases", "matrix", "pmatrix", "bmatrix", "vmatrix"),
+    "align aligned alignat alignedat equation gather gathered array eqnarray "
+    "multline split cases matrix pmatrix bmatrix vmatrix"
 )
 _PAIRS = (
     ("[asy]", "[/asy]"),
-    *((f"\\begin{{{name}{star}}}", f"\\end{{{name}{star}}}") for name in _ENVIRONMENTS for star in ("", "*")),
+    *((f"\\begin{{{name}{star}}}", f"\\end{{{name}{star}}}") for name in _ENVIRONMENTS.split() for star in ("", "*")),
     *(("\\[", "\\]"), ("\\(", "\\)"), ("<<", ">>")),
 )
 _FENCE = re.compile(r"```|~~~")

@@ -29,7 +29,7 @@ _SHORT = 60
 
 
 def gold_answer(solution: Any) -> str | None:
-    """The answer a solution ends with, or None where there is none to be had.
+    """The answer a solution ends with, or None where there is none.
 
     Whether the answer itself can be compared with anything is the verifier's to say (`kind_of_gold`).
     """
@@ -226,7 +226,7 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
-    """(gold, answer) as they stand; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
+    """(gold, answer) as written; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
     counted = tuple(in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))

@@ -168,7 +168,7 @@ def _after_thinking(completion: str) -> str | None:
             return completion
         before = completion[:opened]
         return before if _markers(before) else None
-    again = text.find("<think>")  # a second round of thinking: run-on if an answer stands before it
+    again = text.find("<think>")  # a second round of thinking: run-on if an answer comes before it
     while again != -1 and not _markers(text[:again]):
         _, closed, text = text[again:].partition("</think>")
         if not closed:
