@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_lab.sandbox import kernel, walls
-from grpo_lab.sandbox.walls import Allowance
+from grpo_lab.sandbox.walls import Cell
 
 _CLEARING_S, _GRACE_S = 0.5, 0.7
 _PREFIX = "grpo_lab_code_"
@@ -76,15 +76,13 @@ class Jailed:
             self._end(os.waitpid(self._watcher, 0)[1])
 
 
-def spawn(
-    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str
-) -> Jailed:
+def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
     """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if not kept."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
     if watcher == 0:
-        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, up, allowance, folder, os.getppid())
+        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, cell, os.getppid())
     os.close(theirs)
     return Jailed(watcher, fault)
 
@@ -112,20 +110,13 @@ def _stop(number: int, frame: object) -> None:
     raise _Stop
 
 
-def _watch(
-    task: Callable[[], None],
-    keep: Mapping[int, int],
-    up: frozenset[str],
-    allowance: Allowance,
-    folder: str,
-    worker: int,
-) -> None:
+def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker: int) -> None:
     os.setsid()
     _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
     job = os.getpid()
-    if "namespaces" in up:
+    if "namespaces" in cell.walls:
         walls.enter_namespaces()
     if kernel.known_machine():
         kernel.adopt_orphans()
@@ -138,14 +129,15 @@ def _watch(
         inner = os.fork()
         if inner == 0:
             os.close(mine)
-            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, up, allowance, folder, job)
+            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, cell, job)
         for fd in {*keep.values(), alive} - {0, 1, 2}:
             os.close(fd)
         status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
     except _Stop:
         status = -signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_descendants(walls.job_user(job) if "user" in up and "namespaces" not in up else None)
+    own_user = "user" in cell.walls and "namespaces" not in cell.walls
+    _end_descendants(walls.job_user(job) if own_user else None)
     sys.exit(status if status >= 0 else 128 - status)
 
 
@@ -192,12 +184,10 @@ def _below(pid: int) -> list[int]:
     return children + [one for child in children for one in _below(child)]
 
 
-def _inside(
-    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str, job: int
-) -> None:
+def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: int) -> None:
     os.setsid()
     _only(keep)
-    walls.put_up(up, allowance, folder, job)
+    walls.put_up(cell, job)
     if kernel.known_machine():
         kernel.die_with_parent(signal.SIGKILL)
     if select.select([_ALIVE], [], [], 0)[0]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_lab.sandbox import kernel, tester, walls
 from grpo_lab.sandbox.jail import Jailed, empty_folder, spawn
-from grpo_lab.sandbox.walls import Allowance
+from grpo_lab.sandbox.walls import Cell
 from grpo_lab.sandbox.wire import frame
 
 _HERE = Path(__file__).parent
@@ -110,8 +110,6 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
 
 def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
     """A tester and a program, each in a jail, a socket between them, and the tester's report to here."""
-    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
-    for_tests = Allowance(job["wall_seconds"], job["memory_bytes"] + (1 << 28))
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
@@ -121,8 +119,10 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
         tester.run(job, 3, 4)
 
     with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
-        program = spawn(lambda: _program("calls"), {3: answers.fileno()}, up, allowance, folder)
-        testing = spawn(test, {3: asks.fileno(), 4: writes}, up, for_tests, apart)
+        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+        program = spawn(lambda: _program("calls"), {3: answers.fileno()}, cell)
+        for_tests = Cell(up, apart, job["wall_seconds"], job["memory_bytes"] + (1 << 28))
+        testing = spawn(test, {3: asks.fileno(), 4: writes}, for_tests)
         try:
             asks.close()
             answers.close()
@@ -163,7 +163,6 @@ def _pairs(job: dict[str, Any], up: frozenset[str], deadline: float) -> dict[str
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
@@ -171,7 +170,8 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
         file.write(given.encode("utf-8", "surrogatepass"))
         file.flush()
         os.lseek(typed, 0, os.SEEK_SET)
-        process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, up, allowance, folder)
+        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+        process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, cell)
         try:
             theirs.close()
             os.close(writes)

@@ -36,9 +36,11 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """What a jailed process may use: processor seconds, bytes of address space, bytes in files, and stack recursion."""
+class Cell:
+    """Behind which walls and in which folder a process runs, and what it may use: processor seconds, bytes of address space and in files."""
 
+    walls: frozenset[str]
+    folder: str
     cpu_seconds: float
     memory_bytes: int
     file_bytes: int = 16 << 20
@@ -82,16 +84,17 @@ def reachable_by_others(path: str) -> bool:
     return all(os.stat(way).st_mode & 0o001 for way in ways)
 
 
-def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -> None:
+def put_up(cell: Cell, job: int) -> None:
     """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an ``OSError``."""
+    walls, folder = cell.walls, cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
-        _enter_view(allowance.folder_bytes)
+        _enter_view(cell.folder_bytes)
         folder = INSIDE
     else:
         os.chdir(folder)
     counted = "namespaces" in walls or "user" in walls  # elsewhere the user's other processes would count
-    _limit(allowance, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
+    _limit(cell, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
     if "user" in walls:
         become(job_user(job))
     elif "namespaces" in walls:
@@ -107,12 +110,12 @@ def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -
         kernel.install_filter(kernel.seccomp_filter(None if "namespaces" in walls else os.getpid()))
 
 
-def _limit(allowance: Allowance, processes: int | None) -> None:
-    seconds = max(1, -int(-allowance.cpu_seconds // 1))
+def _limit(cell: Cell, processes: int | None) -> None:
+    seconds = max(1, -int(-cell.cpu_seconds // 1))
     wanted = {
         resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: allowance.memory_bytes,
-        resource.RLIMIT_FSIZE: allowance.file_bytes,
+        resource.RLIMIT_AS: cell.memory_bytes,
+        resource.RLIMIT_FSIZE: cell.file_bytes,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
