@@ -41,8 +41,8 @@ from grpo_lab.rewards import (
     ThinkFormatReward,
     worked_out,
 )
+from grpo_lab.rewards.completion import program_text
 from grpo_lab.rewards.math.accuracy import gold_answer
-from grpo_lab.rewards.program_text import program_text
 from grpo_lab.rewards.protocol import Group
 from grpo_lab.rewards.steps import by_line, by_paragraph
 
