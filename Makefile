@@ -9,7 +9,7 @@ BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-index docs-pages docs-serve test-versions \
+.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-index docs-serve test-versions \
 	bench bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
@@ -53,8 +53,11 @@ test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part o
 test-fast: setup  ## the part of the suite that takes under two minutes
 	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
-docs-index: setup  ## the file index of docs/design.md, from the modules' first lines
+docs-index: setup  ## what of the docs is made: file index, picture of the rooms, command line, settings, measured runs
 	$(BIN)/python scripts/file_index.py
+	$(BIN)/python scripts/rooms_picture.py
+	$(BIN)/python scripts/reference_pages.py
+	$(BIN)/python scripts/measured_runs.py
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

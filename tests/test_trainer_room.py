@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ import pytest
 from import_graph import circles, graph_of, imports_of_source
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-from file_index import index, page_with  # noqa: E402
 
 TRAINER = "grpo_lab.trainer"
 
@@ -115,15 +112,6 @@ def test_the_page_names_every_method_that_is_overridden() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])} == overridden - {
         "__class_getitem__"
     }
-
-
-def test_the_file_index_is_what_the_modules_say(tmp_path: Path) -> None:
-    text = DESIGN.read_text(encoding="utf-8")
-    made = index(ROOT / "grpo_lab")
-    assert page_with(text, made) == text, "run `make docs-index`"
-    (tmp_path / "new.py").write_text('"""A new one,\nin two lines.\n\nMore."""\n')
-    (tmp_path / "__init__.py").write_text('"""A room."""\n')
-    assert "| `new.py` | A new one, in two lines. |" in index(tmp_path)
 
 
 def test_an_import_inside_a_function_is_seen() -> None:

@@ -56,7 +56,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make stress-hostile": "tests/stress/test_hostile_text.py::test_every_reward_survives_every_family",
     "make stress-soak": "tests/stress/test_soak.py::test_a_short_run_holds_what_it_holds",
     "make stress-guards": "tests/stress/test_mutate_guards.py::test_a_held_guard_and_a_loose_one_are_told_apart_and_run_once",
-    "make docs-index": "tests/test_trainer_room.py::test_the_file_index_is_what_the_modules_say",
+    "make docs-index": "tests/documentation/test_generated.py::test_it_is_what_its_generator_makes",
     "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
     "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
     "python scripts/compare_sorting.py*": ("minutes", "an experiment: four runs of four minutes"),
