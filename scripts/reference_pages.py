@@ -63,7 +63,7 @@ def command_line() -> str:
         "# Command line",
         MADE,
         "",
-        "`grpo-lab COMMAND --help` says the same. Commands with `--config` (and `quickstart`) take `--key value` for every setting of their "
+        "`grpo-lab train --help` says the same, and so for each command. Those with `--config` (and `quickstart`) take `--key value` for every setting of their "
         "recipe; what it may hold, how numbers are read, and exit codes: [recipes](recipes.md).",
         "",
         *options(parser, {"help", "command"}),
