@@ -1,6 +1,6 @@
 """Hostile completions, and every real one of ../shared/data, through every reward of ours; TRL's ``accuracy_reward`` in a thread beside.
 
-    python scripts/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
+    python tests/stress/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
 
 Watched: no exception, no verdict later than its limit and a second (rewards that judge in this process: a
 second of processor time and a second), memory, the
