@@ -117,4 +117,3 @@ def _shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield index.fqn, torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 
 
-__all__ = ["FiniteScores", "NumbersError", "in_words", "is_bad", "not_finite", "not_finite_scores"]

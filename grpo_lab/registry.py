@@ -97,4 +97,3 @@ def address(part: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-__all__ = ["add", "address", "built", "check_name", "check_part", "found", "knobs_of", "redefined"]

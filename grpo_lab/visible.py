@@ -39,4 +39,3 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-__all__ = ["VisibleFormatter", "encodable", "visible"]

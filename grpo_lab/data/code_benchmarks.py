@@ -162,4 +162,3 @@ def _without(row: Row, *names: str) -> Row:
     return {name: value for name, value in row.items() if name not in names}
 
 
-__all__ = ["fenced", "load_humaneval", "load_mbpp"]

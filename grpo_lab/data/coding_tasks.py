@@ -162,4 +162,3 @@ def _row(chain: Chain, program: str, lists: list[Numbers]) -> dict[str, Any]:
     }
 
 
-__all__ = ["LAST", "MIDDLE", "Step", "coding_tasks", "run"]

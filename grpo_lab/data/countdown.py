@@ -123,4 +123,3 @@ def _ways(a: int, b: int) -> list[tuple[str, int]]:
     return ways + ([("/", a // b)] if a % b == 0 and b > 1 else [])
 
 
-__all__ = ["Game", "countdown"]

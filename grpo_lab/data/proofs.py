@@ -223,4 +223,3 @@ class _Writer:
         return f"{first}-{last}"
 
 
-__all__ = ["proofs"]

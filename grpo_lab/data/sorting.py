@@ -104,4 +104,3 @@ def _text(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-__all__ = ["SORTING_SPLITS", "sorting"]

@@ -84,4 +84,3 @@ def changes(history: History, facts: Facts | None = None) -> Iterator[Verdict]:
         before = verdict
 
 
-__all__ = ["Verdict", "changes", "diagnose"]
