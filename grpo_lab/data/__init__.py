@@ -15,8 +15,7 @@ from grpo_lab.data.prompts import TEMPLATES, ChatTemplate, TextTemplate, apply_t
 from grpo_lab.data.proofs import proofs
 from grpo_lab.data.sorting import SORTING_SPLITS, sorting
 from grpo_lab.data.word_problem_families import FAMILIES
-from grpo_lab.data.word_problem_stories import WordProblem
-from grpo_lab.data.word_problems import iter_word_problems, word_problems
+from grpo_lab.data.word_problems import WordProblem, iter_word_problems, word_problems
 
 __all__ = [
     "FAMILIES",

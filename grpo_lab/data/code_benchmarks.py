@@ -160,5 +160,3 @@ def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
 
 def _without(row: Row, *names: str) -> Row:
     return {name: value for name, value in row.items() if name not in names}
-
-

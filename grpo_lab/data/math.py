@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
+from grpo_lab.verifiers.canonical import group_end
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -104,7 +105,7 @@ def _gold_answer(row: Row, gold: str | None, worked: str | None, number: int, so
 def last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None without one.
 
-    One pass, no recursion: the text may be hostile.
+    One pass: the text may be hostile.
     """
     starts = [box.end() for box in _BOX.finditer(text)]
     if not starts:
@@ -113,14 +114,5 @@ def last_boxed(text: str) -> str | None:
     if not text.startswith("{", start):
         bare = _BARE.match(text, start)
         return bare.group() if bare else None
-    depth, position = 0, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2  # an escaped brace opens and closes nothing
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start + 1 : position].strip() or None
-        position += 1
-    return None
+    end = group_end(text, start)
+    return text[start + 1 : end - 1].strip() or None if end > 0 else None

@@ -1,8 +1,6 @@
 """Rows of a question-answer data set, from a hub name, a local folder or one file.
 
 The reading is the same for every data set; what its columns mean stands in ``gsm8k.py`` and ``math.py``.
-
-Which split a made problem belongs to: its own content says so, whatever the seeds and sizes.
 """
 
 from __future__ import annotations
@@ -14,16 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate
+from grpo_lab.io import json_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
-import hashlib
-
-from grpo_lab.data.word_problem_stories import SPLITS
-from grpo_lab.settings import one_of
 
 Row = dict[str, Any]
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -75,23 +69,11 @@ def _read_file(path: Path) -> list[Row]:
         parquet_rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
         return parquet_rows
     rows: list[Row] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # a byte order mark is no text
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not UTF-8 ({error}) (setting: source)") from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not JSON ({error}); one object a line (setting: source)"
-                ) from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line (setting: source)")
-            if _ESCAPED_SURROGATE.search(line):
-                _refuse_lone_surrogates(row, path, number)
-            rows.append(row)
+    for number, row in json_lines(path):
+        if isinstance(row, str):
+            raise ValueError(f"{path}, line {number}: {row}; one object a line (setting: source)")
+        _refuse_lone_surrogates(row, path, number)
+        rows.append(row)
     return rows
 
 
@@ -174,25 +156,3 @@ def one_type(values: list[Any]) -> list[Any]:
     if kinds == {int, float}:
         return [None if value is None else float(value) for value in values]
     return [None if value is None else str(value) for value in values]
-
-
-_OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
-
-
-def split_of(content: str) -> str:
-    """``train`` (half of all content), ``cold_start`` (three tenths) or ``test``, by the hash of ``content``."""
-    digest = hashlib.sha256(content.encode()).digest()
-    return _OF_TENTH[int.from_bytes(digest[:8], "big") % len(_OF_TENTH)]
-
-
-def checked_split(split: str) -> str:
-    if split not in SPLITS:
-        raise ValueError(f"`split` is {split!r}{one_of(split, SPLITS)}")
-    return split
-
-
-def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[int, int]:
-    """``(fewest, most)`` with ``low <= fewest <= most <= high``."""
-    if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
-        raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
-    return pair[0], pair[1]

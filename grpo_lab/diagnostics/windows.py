@@ -110,5 +110,3 @@ def rise_in_errors(series: Sequence[float]) -> float:
     if error == 0:
         return math.copysign(math.inf, change) if change else 0.0
     return change / error
-
-

@@ -135,7 +135,7 @@ def comparison_figures(runs: Sequence[Compared]) -> list[Figure]:
     found = [("Held-out accuracy", "Bars: 95% Wilson interval over problems.", [_accuracy(run) for run in runs],
               "share of problems correct", {"share": True})]  # fmt: skip
     for panel in panels_of(*(run.record for run in runs)):
-        for label, metrics in panel.lines:
+        for label, metrics in panel.lines.items():
             title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
             lines = [Line(run.name, run.record.first_of(*metrics)) for run in runs]
             missing = [line.label for line in lines if not line.points]

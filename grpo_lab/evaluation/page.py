@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
-from grpo_lab.evaluation.files import write_text
 from grpo_lab.evaluation.samples import LONGEST_SHOWN, Sample
 from grpo_lab.evaluation.terminal import duration
+from grpo_lab.io import write_whole_text
 from grpo_lab.visible import visible
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -116,7 +116,7 @@ class Page:
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.html())
+            write_whole_text(path, self.html())
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             raise ValueError(f"{path} cannot be written ({error.strerror})") from error
         return path

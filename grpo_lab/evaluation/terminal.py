@@ -16,7 +16,7 @@ from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.visible import visible
 
 if TYPE_CHECKING:
-    from grpo_lab.diagnostics import Verdict
+    from grpo_lab.diagnostics import Diagnosis
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
@@ -42,7 +42,7 @@ def terminal_summary(
     report: str | Path | None = None,
     model_path: str | Path | None = None,
     seconds: float | None = None,
-    health: Verdict | None = None,
+    health: Diagnosis | None = None,
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
