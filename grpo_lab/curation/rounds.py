@@ -4,20 +4,16 @@ A round is one generation batch: `batch_size` different prompts. Its indices com
 
     repeat_count times:  p₁ … p₁ (mini_repeat_count times)  p₂ … p₂  …  p_batch_size …
 
-An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, which
-is one batch before the trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
+An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, one batch before the
+trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
 
-Resume. A trainer resumes by iterating the epoch from its start and throwing away what was trained on already. A
-sampler whose draws depend on the run would draw differently the second time; so the rounds drawn in the current epoch
-are part of the state, and iterating an epoch again replays them before new ones are drawn, including the one that was
-prefetched when the checkpoint was written. The round generator is seeded by (seed, epoch, round) and by nothing that
-a process has consumed.
+Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the run, so the
+rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included. The generator of a round is
+seeded by (seed, epoch, round) alone.
 
-Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps (`update` with gathered
-values). `fingerprint` is a number to compare over ranks.
+Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps. `fingerprint` is compared over ranks.
 
-The epoch is set by `set_epoch` (transformers and accelerate call it) or, where nobody calls it, counted: after an
-iterator was used up the next one begins the next epoch.
+The epoch is set by `set_epoch` or, where nobody calls it, counted: the iterator after one that was used up begins the next.
 """
 
 from __future__ import annotations
@@ -44,18 +40,10 @@ class RoundSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        data_source: Sized,
-        mini_repeat_count: int,
-        batch_size: int = 1,
-        repeat_count: int = 1,
-        seed: int = 0,
+        self, data_source: Sized, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1, seed: int = 0
     ) -> None:
-        for name, value in (
-            ("mini_repeat_count", mini_repeat_count),
-            ("batch_size", batch_size),
-            ("repeat_count", repeat_count),
-        ):
+        counts = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; an integer of at least 1 is needed")
         if isinstance(seed, bool) or not isinstance(seed, int):

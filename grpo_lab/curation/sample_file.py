@@ -1,6 +1,6 @@
 """The file behind `pass_rates`: a header, then one line a problem, appended and on the disk before the next batch begins.
 
-How far a long sampling is: a live bar on a terminal, a line now and then in a log file.
+And how far a long sampling is, for people.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,12 +54,12 @@ class PassRate:
 def rate_of(
     scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None, cut: int | None
 ) -> PassRate:
-    """The pass rate that these scores come to: a score of at least `success_at` is right."""
-    successes = sum(score is not None and score >= success_at for score in scores)
-    return PassRate(scores, successes, completions, cut)
+    """The pass rate of these scores: one of at least `success_at` is right."""
+    return PassRate(scores, sum(score is not None and score >= success_at for score in scores), completions, cut)
 
 
 Save = Callable[[Mapping[str, PassRate]], None]
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
@@ -153,59 +152,24 @@ def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-SECONDS_BETWEEN_LINES = 30.0
-
-
 @contextmanager
 def progress_of(total: int, done: int, label: str, shown: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """Yields `advance(problems, note)`; `done` of `total` were there before. The note is shown beside the bar."""
-    from rich.console import Console
+    """Yields `advance(problems, note)`: a bar on a terminal, a line now and then in a log file; `done` of `total` were there before."""
+    from tqdm import tqdm
 
-    console = Console(stderr=True)
-    if not shown:
-        yield lambda count, note: None
-    elif console.is_terminal:
-        with _bar(console, total, done, label) as advance:
-            yield advance
-    else:
-        yield _lines(total, done, label)
+    seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    with tqdm(
+        total=total,
+        initial=done,
+        desc=label,
+        unit=" problems",
+        disable=not shown,
+        mininterval=seconds,
+        maxinterval=seconds,
+    ) as bar:
 
+        def advance(count: int, note: str) -> None:
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(count)
 
-@contextmanager
-def _bar(console: object, total: int, done: int, label: str) -> Iterator[Callable[[int, str], None]]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:  # type: ignore[arg-type]
-        task = progress.add_task(label, total=total, completed=done, note="")
-        yield lambda count, note: progress.update(task, advance=count, note=note)
-
-
-def _lines(total: int, done: int, label: str) -> Callable[[int, str], None]:
-    state = {"done": done, "said": time.monotonic()}
-    if done:
-        print(f"{label}: {done:,} of {total:,} problems are there already", file=sys.stderr, flush=True)
-
-    def advance(count: int, note: str) -> None:
-        state["done"] += count
-        now = time.monotonic()
-        if now - state["said"] >= SECONDS_BETWEEN_LINES or state["done"] == total:
-            state["said"] = now
-            print(f"{label}: {state['done']:,.0f} of {total:,} problems; {note}", file=sys.stderr, flush=True)
-
-    return advance
+        yield advance

@@ -6,7 +6,7 @@ runs share none, or were judged by different rewards, no test is made and the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ MOST_RUNS = 8
 """As many as a chart can tell apart."""
 _JUDGING = ("judge", "mode", "reward")
 _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
-_NO_RUN = object()
-"""In the place of a setting of a folder that is one evaluation, and has no settings of a run."""
 _NOT_SETTINGS = ("name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters")
 
 
@@ -88,18 +86,24 @@ def paired_test(run: Compared, baseline: Compared) -> PairedTest:
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
     if new is None or old is None or missing:
         return PairedTest(run.name, baseline.name, None, why_not=f"no held-out outcomes of {' and '.join(missing)}")
-    for key in _JUDGING:
-        if _both(old, new, key) and old.settings[key] != new.settings[key]:
-            said = f"{_short(new.settings[key])} and {_short(old.settings[key])}"
-            return PairedTest(run.name, baseline.name, None, why_not=f"judged differently: {key} {said}")
+    for key, said in _different(old, new, _JUDGING):
+        return PairedTest(run.name, baseline.name, None, why_not=f"judged differently: {key} {said}")
     pairs = shared_problems(old, new)
     if not pairs:
         return PairedTest(run.name, baseline.name, None, why_not="evaluated on other problems: none is shared")
     before, after = [bool(a.correct) for a, _ in pairs], [bool(b.correct) for _, b in pairs]
     gained = sum(b and not a for a, b in zip(before, after, strict=True))
     lost = sum(a and not b for a, b in zip(before, after, strict=True))
-    difference = paired_difference(before, after)
-    return PairedTest(run.name, baseline.name, difference, gained, lost, mcnemar_exact(gained, lost))
+    return PairedTest(
+        run.name, baseline.name, paired_difference(before, after), gained, lost, mcnemar_exact(gained, lost)
+    )
+
+
+def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Which of these settings of an evaluation differ, where both have them, and in what."""
+    for key in keys:
+        if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
+            yield key, f"{_short(new.settings[key])} and {_short(old.settings[key])}"
 
 
 def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
@@ -140,29 +144,22 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Settings of run.json that are not the same in all runs that have one; None where a run does not have the setting."""
-    told: list[Any] = [
-        {k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS} if record.summary else _NO_RUN
-        for record in records
-    ]
-    return [row for row in _rows_that_differ("", told) if row[0] != "settings.output_dir"]
+    """Settings of run.json, mappings taken apart, that are not the same in all runs that have one; None where a run has no such setting."""
+    settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
+    found = []
+    for name in dict.fromkeys(name for one in settings for name in one):
+        seen = [one.get(name) for one in settings if one]
+        if name != "settings.output_dir" and any(value != seen[0] for value in seen):
+            found.append((name, tuple(one.get(name) for one in settings)))
+    return found
 
 
-def _rows_that_differ(name: str, values: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Mappings are taken apart where every run has one. A folder that is one evaluation has no settings to differ in."""
-    asked = [value for value in values if value is not _NO_RUN]
-    if asked and all(isinstance(value, Mapping) for value in asked):
-        inner = dict.fromkeys(key for value in asked for key in value)
-        nowhere: dict[Any, Any] = dict.fromkeys(inner, _NO_RUN)
-        parts = [nowhere if value is _NO_RUN else value for value in values]
-        return [
-            row
-            for key in inner
-            for row in _rows_that_differ(f"{name}.{key}" if name else str(key), [part.get(key) for part in parts])
-        ]
-    if all(value == asked[0] for value in asked):
-        return []
-    return [(name, tuple(None if value is _NO_RUN else value for value in values))]
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
 
 
 def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
@@ -180,18 +177,12 @@ def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
                 f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and {counts[1]:,}; the "
                 "test is on those"
             )
-        for key in _CONDITIONS:
-            if _both(base, run.after, key) and base.settings[key] != run.after.settings[key]:
-                said = f"{_short(run.after.settings[key])} and {_short(base.settings[key])}"
-                notes.append(f"{run.name} and {test.against} were evaluated with another {key}: {said}")
+        for key, said in _different(base, run.after, _CONDITIONS):
+            notes.append(f"{run.name} and {test.against} were evaluated with another {key}: {said}")
     made = [test for test in tests if test.p_value is not None]
     if len(made) > 1:
         notes.append(f"{len(made)} tests were made; their p-values are not adjusted for that")
     return notes
-
-
-def _both(old: EvaluationResult, new: EvaluationResult, key: str) -> bool:
-    return key in old.settings and key in new.settings
 
 
 def _short(value: Any) -> str:

@@ -19,7 +19,7 @@ from grpo_lab.evaluation.page import Page, Section, Table, text_of
 from grpo_lab.evaluation.panels import accuracy_line, panels_of
 from grpo_lab.evaluation.run_page import CURVES
 from grpo_lab.evaluation.run_record import EVALUATION
-from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows
+from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points
 
 CAVEAT = (
     "The test asks whether the two models differ on problems such as these. It knows nothing of the luck of one training: "
@@ -109,9 +109,12 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
     """Difference in points with its interval, right only here, right only there, p."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
-    d = test.difference
-    change = f"{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]"
-    return change, str(test.gained), str(test.lost), "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
+    return (
+        points(test.difference),
+        str(test.gained),
+        str(test.lost),
+        "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}",
+    )
 
 
 def result_rows(found: Comparison) -> list[list[str]]:

@@ -233,11 +233,7 @@ class CodeReward:
         golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
         programs = [program_text(completion_text(completion)) for completion in completions]
         keys = [(program, repr(gold)) for program, gold in zip(programs, golds, strict=True)]
-        wanted: dict[tuple[str, str], tuple[str, Tests]] = {
-            key: (program, gold)
-            for key, program, gold in zip(keys, programs, golds, strict=True)
-            if isinstance(gold, Tests)
-        }
+        wanted = {key: (key[0], gold) for key, gold in zip(keys, golds, strict=True) if isinstance(gold, Tests)}
         if wanted:
             self._say_what_is_in_force()
         found = self._judge.judge(list(wanted.values()), stop_early=self.score == "all")

@@ -11,12 +11,16 @@ space. How we differ: TRL's `think_format_reward` knows the second layout only a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from grpo_lab.rewards.completion import completion_text
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAG = re.compile(r"</?(?:think|answer)>")
+_TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+_LAYOUTS = {"think_answer": (_TAGS, [False, True, False, True, False]), "think": (_TAGS[:2], [False, True, True])}
+"""form → its tags in order, and which of the texts around them say something."""
 
 
 class ThinkFormatReward:
@@ -35,10 +39,12 @@ class ThinkFormatReward:
         *,
         think_opened: Literal["completion", "prompt", "auto"] = "completion",
     ) -> None:
-        if form not in ("think_answer", "think"):
-            raise ValueError(f"form must be 'think_answer' or 'think'; got {form!r}")
-        if think_opened not in ("completion", "prompt", "auto"):
-            raise ValueError(f"think_opened must be 'completion', 'prompt' or 'auto'; got {think_opened!r}")
+        for name, value, known in (
+            ("form", form, ("think_answer", "think")),
+            ("think_opened", think_opened, ("completion", "prompt", "auto")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
         self.form = form
         self.think_opened = think_opened
         self.__name__ = "think_format_reward"  # TRL names its metrics after this
@@ -66,20 +72,9 @@ class ThinkFormatReward:
         return prompts is None or _prompt_end(prompts[row]).endswith("<think>")
 
     def _well_formed(self, text: str, opened_by_prompt: bool) -> bool:
-        if opened_by_prompt:
-            text = "<think>" + text
-        expected = _TAGS if self.form == "think_answer" else _TAGS[:2]
-        if any(text.count(tag) != (tag in expected) for tag in _TAGS):
-            return False
-        before, _, rest = text.partition("<think>")
-        thinking, closed, rest = rest.partition("</think>")
-        if before.strip() or not closed or not thinking.strip():
-            return False
-        if self.form == "think":
-            return bool(rest.strip())
-        between, opened, rest = rest.partition("<answer>")
-        answer, closed, after = rest.partition("</answer>")
-        return bool(opened and closed and answer.strip()) and not between.strip() and not after.strip()
+        text = f"<think>{text}" if opened_by_prompt else text
+        tags, filled = _LAYOUTS[self.form]
+        return _TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] == filled
 
 
 def _prompt_end(prompt: Any) -> str:

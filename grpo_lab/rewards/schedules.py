@@ -74,7 +74,7 @@ class Constant(Schedule):
     value: Float
 
     kind: ClassVar[str] = "constant"
-    is_constant: ClassVar[bool] = True  # type: ignore[misc]
+    is_constant: ClassVar[bool] = True
 
     def weight(self, step: int) -> float:
         return self.value

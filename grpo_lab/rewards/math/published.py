@@ -63,10 +63,7 @@ class BoxedReward(AccuracyReward):
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
-        fast_path: as `AccuracyReward`, like the next three.
-        timeout_s: processor seconds for one comparison.
-        memory_bytes: of one worker.
-        workers: processes.
+        fast_path, timeout_s, memory_bytes, workers: as `AccuracyReward`'s.
     """
 
     def __init__(
