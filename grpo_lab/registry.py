@@ -95,5 +95,3 @@ def address(part: Any) -> str:
     """``module.name`` of a class or function, of its class for an object."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-

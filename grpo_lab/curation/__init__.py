@@ -24,22 +24,13 @@ from grpo_lab.curation.selection import CurationReport, FilterOutcome, Selection
 from grpo_lab.curation.weights import average_weights
 
 if TYPE_CHECKING:
-    from grpo_lab.curation.curriculum import CurriculumSampler, UniformThenHardSampler
-    from grpo_lab.curation.prioritized import PrioritizedSampler
-    from grpo_lab.curation.rounds import RoundSampler
-
-_SAMPLERS = {
-    "CurriculumSampler": "curriculum",
-    "UniformThenHardSampler": "curriculum",
-    "PrioritizedSampler": "prioritized",
-    "RoundSampler": "rounds",
-}
+    from grpo_lab.curation.samplers import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _SAMPLERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_SAMPLERS[name]}"), name)
+    if name in __all__:
+        return getattr(import_module("grpo_lab.curation.samplers"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

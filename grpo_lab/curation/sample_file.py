@@ -1,4 +1,4 @@
-"""The file behind `pass_rates`: a header, then one line a problem, appended and on the disk before the next batch begins.
+"""The file behind `pass_rates`: a header with the settings, then one line a problem, appended and on the disk before the next batch begins.
 
 And how far a long sampling is, for people.
 """

@@ -7,11 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation.charts import Figure, Line, figure
-from grpo_lab.evaluation.page import Card, Page, Section, Table, about, settings_section
+from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import EVALUATIONS, panel_figures, unit_of
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import EVALUATION, LONG2SHORT, RunRecord, verdicts
-from grpo_lab.evaluation.samples import choose_samples
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
 
 CURVES = (

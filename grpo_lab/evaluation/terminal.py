@@ -126,11 +126,11 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     old_shares = dict(_sampled_shares(before)) if before is not None else {}
     for name, share in _sampled_shares(after):
         old = old_shares.get(name)
-        rows.append((name, _limits(old), _limits(share), _change(old and old.value, share and share.value, 100)))
-    for name, read, share in _NUMBERS:
+        rows.append((name, _limits(old), _limits(share), _change(_value(old), _value(share), 100)))
+    for name, read, is_share in _NUMBERS:
         old_number, new_number = (None if before is None else read(before)), read(after)
-        show = percent if share else _tokens
-        rows.append((name, show(old_number), show(new_number), _change(old_number, new_number, 100 if share else 1)))
+        show = percent if is_share else _tokens
+        rows.append((name, show(old_number), show(new_number), _change(old_number, new_number, 100 if is_share else 1)))
     return rows
 
 
@@ -187,6 +187,10 @@ def _limits(interval: Interval | None) -> str:
     if interval is None:
         return NOT_RECORDED
     return f"{100 * interval.value:.1f}% [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _value(interval: Interval | None) -> float | None:
+    return None if interval is None else interval.value
 
 
 def points(gain: Interval | None) -> str:

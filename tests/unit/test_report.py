@@ -9,8 +9,8 @@ import pytest
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult, Outcome, write_report
+from grpo_lab.evaluation.page import LONGEST_SHOWN, choose_samples
 from grpo_lab.evaluation.run_record import read_run
-from grpo_lab.evaluation.samples import LONGEST_SHOWN, choose_samples
 from grpo_lab.visible import visible
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
