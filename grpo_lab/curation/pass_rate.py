@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ def pass_rates(
     settings: Mapping[str, Any] | None = None,
     success_at: float = CORRECT_FROM,
     batch_size: int = 32,
-    keep_completions: bool = True,
     prompt_column: str = "prompt",
     progress: bool = True,
     label: str = "pass rates",
@@ -59,7 +57,6 @@ def pass_rates(
             settings is refused.
         success_at: least score that counts as right.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
-        keep_completions: store the texts too (the long2short builders need them).
         progress: show how far it is, under the name `label`.
         rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
@@ -74,15 +71,13 @@ def pass_rates(
         "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
     }
     keys = [problem_key(p, None if rendered is None else rendered(p[prompt_column])) for p in problems]
-    with opened(path, header, keep_completions) as (done, save):
+    with opened(path, header) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo, different = list(missing.items()), len(set(keys))
         with progress_of(different, different - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
                 results = _sample(list(batch.values()), generate, score, n, success_at, prompt_column)
-                if not keep_completions:
-                    results = [replace(one, completions=None) for one in results]
                 named = dict(zip(batch, results, strict=True))
                 save(named)
                 done.update(named)

@@ -47,8 +47,6 @@ def sampled(
     """Problems and their `pass_rates` results as builders want them; `length` counts the tokens of a completion."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
-        if rate.completions is None:
-            raise ValueError("these pass rates were made with keep_completions=False; long2short needs the completions")
         columns = {name: value for name, value in problem.items() if name != prompt_column}
         lengths = [length(completion) for completion in rate.completions]
         rows.append(Sampled(problem[prompt_column], rate.completions, rate.scores, lengths, columns))

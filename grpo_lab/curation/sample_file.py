@@ -26,14 +26,11 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """Scores of one problem's completions; `completions` is None where they were not kept.
-
-    `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`).
-    """
+    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`)."""
 
     scores: tuple[float | None, ...]
     successes: int
-    completions: tuple[Any, ...] | None = None
+    completions: tuple[Any, ...]
     cut: int | None = None
 
     @property
@@ -52,7 +49,7 @@ class PassRate:
 
 
 def rate_of(
-    scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None, cut: int | None
+    scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...], cut: int | None
 ) -> PassRate:
     """The pass rate of these scores: one of at least `success_at` is right."""
     return PassRate(scores, sum(score is not None and score >= success_at for score in scores), completions, cut)
@@ -63,9 +60,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def opened(
-    path: str | Path | None, header: dict[str, Any], keep_completions: bool
-) -> Iterator[tuple[dict[str, PassRate], Save]]:
+def opened(path: str | Path | None, header: dict[str, Any]) -> Iterator[tuple[dict[str, PassRate], Save]]:
     """The results that are there already and a function that appends more and returns once they are on the disk."""
     if path is None:
         yield {}, lambda results: None
@@ -76,7 +71,7 @@ def opened(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"{path} is being written by another process") from error
-        done = _read(file, path, header, keep_completions)
+        done = _read(file, path, header)
 
         def save(results: Mapping[str, PassRate]) -> None:
             lines = [_line({"key": key, **_row(result)}) for key, result in results.items()]
@@ -85,7 +80,7 @@ def opened(
         yield done, save
 
 
-def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_completions: bool) -> dict[str, PassRate]:
+def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
     file.seek(0)
     lines = file.read().split(b"\n")
     parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
@@ -111,10 +106,9 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_comple
     done: dict[str, PassRate] = {}
     for row in parsed[1:good]:
         assert row is not None
-        if keep_completions and row.get("completions") is None:
-            raise ValueError(f"{path} was written without completions (keep_completions=False) and this run needs them")
-        completions = tuple(row["completions"]) if keep_completions else None
-        done[row["key"]] = rate_of(tuple(row["scores"]), header["success_at"], completions, row.get("cut"))
+        done[row["key"]] = rate_of(
+            tuple(row["scores"]), header["success_at"], tuple(row["completions"]), row.get("cut")
+        )
     return done
 
 
@@ -132,14 +126,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and ("grpo_lab" in row or ("key" in row and "scores" in row)) else None
+    return (
+        row if isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"}) else None
+    )
 
 
 def _row(result: PassRate) -> dict[str, Any]:
-    row: dict[str, Any] = {"scores": list(result.scores), "rate": result.rate}
-    if result.cut is not None:
-        row["cut"] = result.cut
-    return row if result.completions is None else {**row, "completions": list(result.completions)}
+    cut = {} if result.cut is None else {"cut": result.cut}
+    return {"scores": list(result.scores), "rate": result.rate, **cut, "completions": list(result.completions)}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

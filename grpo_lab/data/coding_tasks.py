@@ -7,9 +7,8 @@
         x = [n for n in x if n % 2 == 0]
         return sum(x)
 
-A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here. **Splits are disjoint by
-construction**, as in ``word_problems``: the chain is hashed, and the hash decides. A task none of whose tests would tell it from a shorter
-chain is not told.
+A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here; each step changes some test's
+answer. **Splits are disjoint by construction**, as in ``word_problems``: the hash of the program decides.
 """
 
 from __future__ import annotations
@@ -88,12 +87,9 @@ def coding_tasks(
     ``tests`` is a text of assertions, ``solution`` the program that the task was made with, ``worked_solution`` the same in a fenced block.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat tasks, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most steps before the ``return``, both included.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
         tests: assertions of each task.
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different tasks under these settings.

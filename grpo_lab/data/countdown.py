@@ -42,13 +42,10 @@ def countdown(
     """``n`` different games: columns ``prompt, template, question, numbers, target, solution, worked_solution``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat games, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         numbers: fewest and most numbers of a game, both included.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no given number is larger. All are whole and positive, as is every step of the solution that the game was made from.
         largest_target: no target is larger.
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.

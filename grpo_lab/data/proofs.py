@@ -53,11 +53,8 @@ def proofs(
     """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat sequents, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different sequents under these settings.

@@ -4,11 +4,8 @@
     solution      2 4 4 4
     numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
 
-**Splits are disjoint by construction.** The sorted numbers are hashed, and the hash alone decides whether a prompt is ``train``, ``cold_start`` or
-``test``. So no test prompt is a training prompt in another order.
-
-**A cold start on the form alone.** ``worked_solution`` is as many random numbers: right in form, and nothing in it says what the prompt is for.
-Whoever sorts after it has learnt that from a reward.
+**Splits are disjoint by construction**: the hash of the sorted numbers decides. **A cold start on the form alone**: ``worked_solution`` is as
+many random numbers; whoever sorts after it has learnt that from a reward.
 
 Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
 """
@@ -45,12 +42,9 @@ def sorting(
     """``n`` different prompts, each of them as likely as any other: columns ``prompt, template, question, solution, worked_solution, numbers``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat prompts, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         length: L, numbers of a prompt.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.

@@ -1,12 +1,11 @@
 """What a reward may look at: one completion, or the whole group that shares its prompt.
 
-TRL calls every reward on each rank's *local* rows and gathers the numbers afterwards. A reward that compares the samples
-of one group (Kimi's length reward: shortest and longest of the group) is then computed on half a group wherever a group
-straddles ranks, and nobody notices. Here a reward states what it needs:
+TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge half a group wherever a
+group straddles ranks, and nobody notices. Here a reward states what it needs:
 
 * ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
-* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
-  columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
+* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the columns, builds whole
+  groups and calls ``score_group`` on each, the same on every rank.
 
 A team writes one in five lines::
 
@@ -16,8 +15,8 @@ A team writes one in five lines::
         best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
         return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
 
-What cannot work is refused where the reward is written down. In stock TRL the same object is an ordinary reward function: it rebuilds the
-groups from runs of equal prompts, or refuses with the reason. Source: ours (asked for in trl #3896).
+In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason.
+Source: ours (asked for in trl #3896).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the reward
 is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
 
-The paper says neither what a word is nor how its language is found. Ours: ``words`` (what counts, and in which script),
-``evidence`` and ``shares`` (languages that share a script). How well it works, with figures:
+The paper says neither what a word is nor how its language is found: ``words``, ``evidence``, ``shares`` are ours; how well they work:
 ``docs/algorithms/language_consistency.md``.
 """
 
@@ -32,11 +31,9 @@ class LanguageConsistencyReward:
         target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the language
             that most words of the row's prompt are in. A prompt whose language is not clear (formulas only, two languages
             in equal parts) makes the row unscorable: ``None``.
-        empty: the value of reasoning without a single countable word: nothing at all, or only digits and formulas. 0 by
-            default, because a policy finds whatever pays: with 1 the cheapest way out of mixed-language reasoning is no
-            reasoning, and with ``None`` such a row would escape the reward.
-        prompt_column: with ``target="prompt"``, the data column that holds the question, where the prompt itself begins
-            with instructions in another language.
+        empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of mixed-language
+            reasoning would be no reasoning.
+        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in another language.
     """
 
     scope: ClassVar[Scope] = "completion"

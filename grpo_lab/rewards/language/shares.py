@@ -7,8 +7,7 @@ shares π are those that make the text most likely,
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
 
 found by expectation maximisation: r_wl = π_l p(w | l) / Σ_k π_k p(w | k), then π_l = Σ_w n_w r_wl / Σ_w n_w. Ambiguous
-words then follow the unambiguous ones, without needing neighbours in the same language: a mix that changes its language
-at every word is as good as one that changes it by the paragraph. π_l is the expected share of words in language l.
+words then follow the unambiguous ones, wherever they stand. π_l is the expected share of words in language l.
 
 EM for mixture weights: Dempster, Laird, Rubin 1977, section 4.3. That R1's share is estimated this way is ours.
 """

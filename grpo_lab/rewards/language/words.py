@@ -5,9 +5,8 @@ formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>
 or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
 evidence is weighed (``evidence``, ``shares``), since no rule on one word can recognise them.
 
-Two rules keep the neutral places from being used to hide prose: characters of other scripts than Latin and Greek count
-wherever they stand (code and formulas are written in Latin and Greek letters), and the contents of ``\text{…}`` count as
-prose. Every pattern is linear in the length of the text: model text is hostile.
+The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do the contents of
+``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
 
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
 in different groups differ in their characters alone; within a group ``evidence`` decides.
