@@ -107,10 +107,8 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved. Iterate from the start of the epoch afterwards, as a resuming trainer does.
-
-        Raises: ValueError if the state belongs to another sampler, data of another length or other counts.
-        """
+        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for a state of another sampler, data
+        of another length or other counts."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -323,7 +321,7 @@ class PrioritizedSampler(RoundSampler):
         return systematic_sample(inclusion_probabilities(self.weights, self.batch_size), generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds S and T to the rounds. `initial`, `floor` and `decay` are settings and come from the constructor."""
+        """Adds S and T to the rounds."""
         return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self._trials.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

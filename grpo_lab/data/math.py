@@ -35,10 +35,9 @@ def load_math(
         source: hub name, local folder with ``<split>.jsonl`` (``math500.jsonl`` also serves as ``test``), or one
             ``.jsonl`` file (then ``split`` is not looked at).
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
+        template, system_prompt: as in ``load_gsm8k``.
         levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
             ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
-        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
@@ -59,11 +58,8 @@ def load_math(
     for number, row in enumerate(rows, start=1):
         rest = {name: value for name, value in row.items() if name not in {question, gold, worked}}
         answer = _gold_answer(row, gold, worked, number, source)
-        examples.append(
-            rest
-            | {"question": text_of(row, question, number, source), "solution": answer}
-            | ({"worked_solution": row[worked]} if worked and row.get(worked) else {})
-        )
+        said = {"question": text_of(row, question, number, source), "solution": answer}
+        examples.append(rest | said | ({"worked_solution": row[worked]} if worked and row.get(worked) else {}))
     return to_dataset(examples, form)
 
 

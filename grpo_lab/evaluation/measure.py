@@ -71,13 +71,11 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
-    (`prompts_too_long`). Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random
-    state untouched. The model is used as it is, in this process: unwrap a distributed one first.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings (`prompts_too_long`).
+    Samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched. Unwrap a distributed model first.
 
     Raises:
-        EvaluationStopped: Ctrl-C after the first answers (a KeyboardInterrupt that holds what was answered). Any other
-            exception in ``generate`` or ``reward`` comes through.
+        EvaluationStopped: Ctrl-C after the first answers. Any other exception in ``generate`` or ``reward`` comes through.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]

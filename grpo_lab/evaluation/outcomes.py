@@ -137,10 +137,7 @@ def answer_reader(reward: Any) -> ReadAnswer | None:
 
 def vote_key(answer: str) -> str:
     """The name under which an answer votes: numbers and fractions by value (`$1,234.50` and `1234.5` are one, `1/2` and
-    `\\frac12` too), everything else by its canonical spelling.
-
-    Cheaper and stricter than the verifier's equality, which would need every pair: two spellings that only algebra can
-    match vote apart, for right and wrong answers alike.
+    `\\frac12` too), everything else by its canonical spelling: two that only algebra can match vote apart.
     """
     text = answer.strip()
     if len(text) > _LONGEST_NAME:
