@@ -25,7 +25,7 @@ import functools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
@@ -181,20 +181,6 @@ MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
 
 
 @dataclass(frozen=True)
-class Event:
-    """A move with its numbers, and with the operation that the writer of the solution sees in it."""
-
-    move: Move
-    numbers: tuple[int, int]
-    slots: dict[str, str]
-    misread: bool = False
-
-    @property
-    def operation(self) -> str:
-        return MISREADING[self.move.op] if self.misread else self.move.op
-
-
-@dataclass(frozen=True)
 class WordProblem:
     """A problem as it is told, its solution line by line and its answer, a whole number as text."""
 
@@ -232,16 +218,14 @@ class Draft:
 
     def write(self, misread: Sequence[bool]) -> WordProblem:
         """The problem. ``misread``: for each move, whether the writer of the solution misreads it."""
-        events = [self._event(turn) for turn in range(len(self.moves))]
-        as_read = [
-            replace(event, misread=True) if wrong else event for event, wrong in zip(events, misread, strict=True)
-        ]
-        lines, answer = _solve(as_read)
+        right = [move.op for move, _ in self.moves]
+        lines, answer = self._solve([MISREADING[op] if wrong else op for op, wrong in zip(right, misread, strict=True)])
         if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
-            lines, answer = _solve(events)
-        texts = [event.move.text.format(**event.slots) for event in events]
+            lines, answer = self._solve(right)
+        slots = [self._slots(turn) for turn in range(len(self.moves))]
+        texts = [move.text.format(**slots[turn]) for turn, (move, _) in enumerate(self.moves)]
         return WordProblem(
-            question=" ".join([*texts, self.family.question.format(**events[-1].slots)]),
+            question=" ".join([*texts, self.family.question.format(**slots[-1])]),
             worked_solution="\n".join([*lines, f"#### {answer}"]),
             solution=str(self.value),
             family=self.family.name,
@@ -249,11 +233,28 @@ class Draft:
             arithmetic=self.arithmetic,
         )
 
-    def _event(self, turn: int) -> Event:
-        move, numbers = self.moves[turn]
-        new = self.people[turn + 1]
-        who = {"name": self.people[0], "item": self.item, "before": self.people[turn], "other": new, "last": new}
-        return Event(move, numbers, who | {"a": str(numbers[0]), "k": str(numbers[1])})
+    def _slots(self, turn: int) -> dict[str, str]:
+        a, k = self.moves[turn][1]
+        before, new = self.people[turn], self.people[turn + 1]
+        who = {"name": self.people[0], "item": self.item, "before": before, "other": new, "last": new}
+        return who | {"a": str(a), "k": str(k)}
+
+    def _solve(self, operations: Sequence[str]) -> tuple[list[str], int | None]:
+        """Solution lines and final value, with these operations; None as soon as a value is not whole and positive."""
+        lines: list[str] = []
+        value: int | None = None
+        for turn, ((move, (left, right)), operation) in enumerate(zip(self.moves, operations, strict=True)):
+            slots = self._slots(turn)
+            if len(operation) == 2:
+                lines.append(move.side_line.format(calc=f"{left}*{right}={left * right}", **slots))
+                right = left * right
+            if value is not None:
+                left = value
+            value = _result(left, operation[0], right)
+            if value is None:
+                return lines, None
+            lines.append(move.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
+        return lines, value
 
 
 def draft_until_done(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
@@ -282,25 +283,6 @@ def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> Draf
         value = _result(a if value is None else value, move.op[0], right)
     assert value is not None
     return Draft(family, people, item, moves, steps, value)
-
-
-def _solve(events: Sequence[Event]) -> tuple[list[str], int | None]:
-    """Solution lines and final value; None as soon as a value is not whole and positive."""
-    lines: list[str] = []
-    value: int | None = None
-    for event in events:
-        left, right = event.numbers
-        operation = event.operation
-        if len(operation) == 2:
-            lines.append(event.move.side_line.format(calc=f"{left}*{right}={left * right}", **event.slots))
-            right = left * right
-        if value is not None:
-            left = value
-        value = _result(left, operation[0], right)
-        if value is None:
-            return lines, None
-        lines.append(event.move.line.format(calc=f"{left}{operation[0]}{right}={value}", **event.slots))
-    return lines, value
 
 
 def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:

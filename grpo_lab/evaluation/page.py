@@ -21,12 +21,13 @@ from grpo_lab.visible import visible
 
 LONGEST_SHOWN = 4_000
 
-# (verdict before, verdict after) → (name, how many are shown). Failures are shown on purpose, next to the gains.
-TRANSITIONS: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
-    (False, True): ("became correct", 3),
-    (True, False): ("became wrong", 2),
-    (False, False): ("still wrong", 2),
-    (True, True): ("stayed correct", 2),
+_KINDS_SHOWN = {"became correct": 3, "became wrong": 2, "still wrong": 2, "stayed correct": 2, "unscorable": 1}
+"""How many of each are shown: failures on purpose, next to the gains."""
+_TRANSITIONS: dict[tuple[bool | None, bool | None], str] = {
+    (False, True): "became correct",
+    (True, False): "became wrong",
+    (False, False): "still wrong",
+    (True, True): "stayed correct",
 }
 SHOWN_OF_ONE_SIDE = 4
 
@@ -110,7 +111,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: see `comparison_page`."""
+    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: of a comparison (`comparison.py`)."""
 
     kind: str
     title: str
@@ -243,14 +244,11 @@ def choose_samples(before: EvaluationResult | None, after: EvaluationResult | No
 
     samples: list[Sample] = []
     counts: list[tuple[str, int]] = []
-    for verdicts, (name, wanted) in TRANSITIONS.items():
-        members = [i for i in shared if (old[i].correct, new[i].correct) == verdicts]
-        counts.append((name, len(members)))
+    for name, wanted in _KINDS_SHOWN.items():
+        members = [i for i in shared if _TRANSITIONS.get((old[i].correct, new[i].correct), "unscorable") == name]
+        if members or name != "unscorable":
+            counts.append((name, len(members)))
         samples += [Sample(name, old[i], new[i]) for i in members[:wanted]]
-    unscorable = [i for i in shared if old[i].correct is None or new[i].correct is None]
-    if unscorable:
-        counts.append(("unscorable", len(unscorable)))
-        samples.append(Sample("unscorable", old[unscorable[0]], new[unscorable[0]]))
     return SampleChoice(samples, counts)
 
 

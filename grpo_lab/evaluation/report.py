@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_lab.evaluation.comparison_page import rewrite_comparison
+from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Page
 from grpo_lab.evaluation.run_page import rounds_page, run_page

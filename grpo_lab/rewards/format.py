@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import END_OF_THINK, THINK, completion_text
 
 _TAG = re.compile(r"</?(?:think|answer)>")
-_TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+_TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
 _LAYOUTS = {"think_answer": (_TAGS, [False, True, False, True, False]), "think": (_TAGS[:2], [False, True, True])}
 """form → its tags in order, and which of the texts around them say something."""
 
@@ -67,12 +67,12 @@ class ThinkFormatReward:
         """Whether the prompt, not the completion, opened the thinking."""
         if self.think_opened != "auto":
             return self.think_opened == "prompt"
-        if text.lstrip().startswith("<think>"):
+        if text.lstrip().startswith(THINK):
             return False
-        return prompts is None or _prompt_end(prompts[row]).endswith("<think>")
+        return prompts is None or _prompt_end(prompts[row]).endswith(THINK)
 
     def _well_formed(self, text: str, opened_by_prompt: bool) -> bool:
-        text = f"<think>{text}" if opened_by_prompt else text
+        text = THINK + text if opened_by_prompt else text
         tags, filled = _LAYOUTS[self.form]
         return _TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] == filled
 

@@ -2,7 +2,7 @@
 
 canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
                                     text     -> same letters and digits?
-                                    number   -> `exact_numbers`, where that is certain (fractions, roots and pi too)
+                                    number   -> `exact_numbers`, where that is certain (fractions too)
                                     math     -> math-verify, once it accepts the gold as an answer to itself
 """
 
@@ -86,7 +86,7 @@ class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
     Args:
-        fast_path: compare numbers, fractions, roots and multiples of pi without a worker where that is certain. Never changes a verdict.
+        fast_path: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
         limits: time per comparison and memory per worker process.
         workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
 

@@ -3,7 +3,7 @@ r"""Text → the words that say something about its language, each with its scri
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
 formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
 or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
-evidence is weighed (``evidence``, ``shares``), since no rule on one word can recognise them.
+evidence is weighed (``evidence``, ``reward``), since no rule on one word can recognise them.
 
 The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do the contents of
 ``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.

@@ -110,7 +110,7 @@ class AccuracyReward:
 
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
-        fast_path: compare numbers, fractions, roots and multiples of pi without a worker process. Never changes a verdict.
+        fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
         timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
             killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
         memory_bytes: memory limit of a worker.
