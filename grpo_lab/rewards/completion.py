@@ -35,8 +35,8 @@ class RowReward(ABC):
         """Rewards in order. ``ValueError`` where completions or columns are missing, or are not one to one."""
         given = [columns.get(name) for name in self.columns]
         if completions is None or any(values is None for values in given):
-            named = " and ".join(f"{name!r}" for name in self.columns)
-            raise ValueError(f"{type(self).__name__} needs completions=[...] and the column {named}")
+            needed = ["completions=[...]", *(f"the column {name!r}" for name in self.columns)]
+            raise ValueError(f"{type(self).__name__} needs {' and '.join(needed)}")
         lists = [completions, *(values for values in given if values is not None)]
         if len({len(values) for values in lists}) > 1:
             counts = dict(zip(("completions", *self.columns), map(len, lists), strict=True))
