@@ -164,32 +164,18 @@ def guess_rates(
     *,
     request: str = ANSWER_ONLY,
     prompt_column: str = "prompt",
-    path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    success_at: float = 1.0,
-    batch_size: int = 32,
-    progress: bool = True,
-    rendered: Rendered | None = None,
+    **how: Any,
 ) -> list[PassRate]:
-    """Pass rates of the problems with `request` added to every prompt; arguments as in `pass_rates`.
+    """Pass rates of the problems with `request` added to every prompt; ``how``: as in `pass_rates`.
 
     `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
     template's thinking has to be off.
     """
     asked = [{**problem, prompt_column: answer_only(problem[prompt_column], request)} for problem in problems]
+    made_with = {**(settings or {}), "request": request}
     return pass_rates(
-        asked,
-        generate,
-        score,
-        tries,
-        path=path,
-        settings={**(settings or {}), "request": request},
-        success_at=success_at,
-        batch_size=batch_size,
-        prompt_column=prompt_column,
-        progress=progress,
-        label="guesses",
-        rendered=rendered,
+        asked, generate, score, tries, settings=made_with, prompt_column=prompt_column, label="guesses", **how
     )
 
 
