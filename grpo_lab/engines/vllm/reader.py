@@ -1,8 +1,11 @@
-"""uvicorn's reader of HTTP with an end to its patience. Imported in the server's process alone.
+"""What a server's `--middleware` names: `Guard`, behind a reader of HTTP that has limits. Imported in the server's process alone.
 
-uvicorn waits for ever for the head of a request, from whoever connects and before any token is asked for; enough such connections
-take every descriptor, and nobody else is answered. Here a head has `HEAD_WITHIN` seconds, and when more than `most_waiting()` are
-waited for, the oldest goes.
+uvicorn reads with httptools where that is installed, which takes a header of any length, from whoever connects and before any
+token is asked for: one without end fills the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit
+(4 MiB) is in force with h11 only, so that is what reads here; uvicorn chooses its reader after vLLM has imported this module.
+
+And uvicorn waits for ever for the head of a request; enough such connections take every descriptor. Here a head has `HEAD_WITHIN`
+seconds, and when more than `most_waiting()` are waited for, the oldest goes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from asyncio import TimerHandle, Transport
 from typing import ClassVar
 
 import h11
+from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from grpo_lab.engines.vllm.access import Guard as Guard
 
 HEAD_WITHIN = 10.0
 #: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
@@ -61,3 +67,6 @@ class Reader(H11Protocol):
         timer = self.waiting.pop(self, None)
         if timer is not None:
             timer.cancel()
+
+
+auto.AutoHTTPProtocol = Reader  # type: ignore[misc]

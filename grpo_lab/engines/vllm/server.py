@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from grpo_lab.engines.vllm.access import HOSTS_VARIABLE, LIMIT_VARIABLE
 from grpo_lab.engines.vllm.engine import EngineOptions, runs_on_cpu
 from grpo_lab.engines.vllm.leftovers import own_folder
 from grpo_lab.engines.vllm.talk import wait_until_ready
-from grpo_lab.engines.vllm.token import VARIABLE, Token, of_server
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
-GUARD = "grpo_lab.engines.vllm.entry.Guard"
+GUARD = "grpo_lab.engines.vllm.reader.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 SOCKETS_PREFIX = "grpo-lab-sockets-"
 #: a second token, and unpickling what is sent

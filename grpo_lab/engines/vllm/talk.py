@@ -83,12 +83,11 @@ def wait_until_ready(
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
     setting: str = "vllm_server_timeout",
-    may_end: bool = False,
 ) -> float:
     """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
 
     `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is refused twice.
-    `setting`: what governs `timeout`. `may_end`: `process` may hand the server over to another and end with status 0.
+    `setting`: what governs `timeout`.
     """
     start = time.monotonic()
     refused = 0
@@ -96,7 +95,7 @@ def wait_until_ready(
         refused = refused + 1 if status in (401, 403) else 0
         if refused == 2:
             raise TokenRefused(refusal(base_url, token() is not None))
-        if process is not None and process.poll() is not None and not (may_end and process.returncode == 0):
+        if process is not None and process.poll() is not None:
             raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
         if time.monotonic() - start > timeout:
             raise ServerGone(

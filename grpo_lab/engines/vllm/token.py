@@ -25,6 +25,8 @@ from urllib.parse import urlparse
 from grpo_lab.engines.vllm.leftovers import hold, remove_left
 
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
+#: what else a server's guard reads from its environment
+HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
 #: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
 SHORTEST = 20
 

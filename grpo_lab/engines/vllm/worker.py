@@ -4,12 +4,6 @@ Named on the server's command line as `--worker-extension-cls grpo_lab.engines.v
 the class into its worker, and `/collective_rpc` calls its methods. An exception here would end the engine, so
 each method answers with its error instead, and the trainer raises it.
 
-One run at a time on a server: whose weights it holds, and whether that run still lives.
-
-A second trainer would replace the first one's weights at its next sync, and both would end. So a run claims the server before it
-sends anything, and again at every sync. On one machine a claim lives as long as the process that made it; from another
-machine, where that cannot be seen, for `PATIENCE` seconds after its last sign.
-
 What a server must have in common with the trainer, besides the weights: told before anything is loaded.
 
 Weights can be sent; what they mean cannot. A server with another end-of-sequence id makes completions that never end, and the
@@ -24,64 +18,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import platform
-import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from grpo_lab.engines.weights.weight_files import read_shards, shard_shapes, trusted_folder
-
-PATIENCE = 900.0
-
-
-def this_run(folder: str) -> dict[str, Any]:
-    """Who claims: this process, where it runs, and the folder it writes to (for the message only)."""
-    pid = os.getpid()
-    return {"pid": pid, "started": started_at(pid), "place": place(), "host": platform.node(), "folder": folder}
-
-
-def place() -> str:
-    """The same for two processes exactly where one can see the other in /proc; "" where there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def started_at(pid: int) -> str:
-    """When a process started, in ticks since boot, so that a number used again is not taken for it; "" for none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True for two claims of one process."""
-    return all(one[name] == other[name] for name in ("pid", "started", "place", "host"))
-
-
-def lives(owner: Mapping[str, Any], last_sign: float) -> bool:
-    """Whether the run that made a claim may still be there. `last_sign`: seconds of `time.monotonic` of this process."""
-    if owner["place"] and owner["place"] == place():
-        return bool(owner["started"]) and started_at(int(owner["pid"])) == owner["started"]
-    return time.monotonic() - last_sign < PATIENCE
-
-
-def taken(url: str, owner: Mapping[str, Any], seconds: float) -> str:
-    """The sentence that the second trainer ends with."""
-    return (
-        f"the vLLM server at {url} is in use by another run: process {owner['pid']} on {owner['host']}, writing to "
-        f"{owner['folder']!r}, heard of {seconds:.0f} s ago. Two runs would replace each other's weights: end that one, or start "
-        "a second server (`grpo-lab serve --port …`)"
-    )
 
 
 class WeightLoading:
@@ -123,23 +66,6 @@ class WeightLoading:
             return {**describe_tokenizer(tokenizer), "end_ids": ends, "config": plain_config(config.hf_config)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-
-    def grpo_lab_claim(self, owner: dict[str, Any]) -> dict[str, Any]:
-        """Take this worker for a run -> {} or, where another run that still lives has it, {owner, seconds}."""
-        worker: Any = self
-        current = getattr(worker, "grpo_lab_owner", None)
-        if current is not None and not same_run(current[0], owner) and lives(*current):
-            return {"owner": current[0], "seconds": time.monotonic() - current[1]}
-        worker.grpo_lab_owner = (owner, time.monotonic())
-        return {}
-
-    def grpo_lab_release(self, owner: dict[str, Any]) -> dict[str, Any]:
-        """Give this worker back, if it is this run's."""
-        worker: Any = self
-        current = getattr(worker, "grpo_lab_owner", None)
-        if current is not None and same_run(current[0], owner):
-            worker.grpo_lab_owner = None
-        return {}
 
     def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
         """Name the weights that came another way (NCCL), so that a server that was started since does not know the name."""

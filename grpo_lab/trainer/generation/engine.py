@@ -23,7 +23,6 @@ from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.generation.server_check import release
 from grpo_lab.trainer.generation.server_return import ServerReturn
 from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
@@ -53,8 +52,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                self.server_return = ServerReturn(self, settings.server, str(args.output_dir), args.ddp_timeout)
-                server.connect(self, settings.server, str(args.output_dir))
+                self.server_return = ServerReturn(self, settings.server, args.ddp_timeout)
+                server.connect(self, settings.server)
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
             dtype = next(self.model.parameters()).dtype
@@ -224,16 +223,8 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
             level=logging.WARNING,
         )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        generation = self.proof.trainer.vllm_generation
-        if generation.mode == "server" and self.proof.trainer.accelerator.is_main_process:
-            release(generation.vllm_client, str(args.output_dir))
-
 
 def _training_dtype(trainer: GRPOTrainer, model: Any) -> torch.dtype:
     if trainer.args.bf16:
         return torch.bfloat16
     return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
-
-
-__all__ = ["SyncProof", "engine_class"]

@@ -1,8 +1,7 @@
-"""Whether a server serves what the trainer trains, and nobody else: asked before anything is sent to it."""
+"""Whether a server serves the model that the trainer trains: asked before anything is sent to it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -14,8 +13,6 @@ from grpo_lab.engines.vllm.worker import (
     remarks,
     says,
     shape_mismatches,
-    taken,
-    this_run,
 )
 from grpo_lab.engines.weights.weight_files import worker_reports
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
@@ -39,7 +36,7 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
         _refuse(client, _tried_out(client, tokenizer, ends))
         logger.warning(
             f"the vLLM server at {client.base_url} runs without grpo_lab's worker: shapes of its parameters were not compared with "
-            "the trainer's, and a second run on it would not be noticed at its start (`grpo-lab serve` starts one with it)"
+            "the trainer's (`grpo-lab serve` starts one with it)"
         )
         return
     theirs = _described(client)
@@ -79,28 +76,3 @@ def _ends_at(client: LabVLLMClient, token: int) -> bool:
     """Whether a completion ends at this token, by letting the server write nothing else."""
     body = {"model": client.model, "prompt": [[token]], "max_tokens": 2, "allowed_token_ids": [token]}
     return bool(client.post("/v1/completions", body)["choices"][0]["finish_reason"] == "stop")
-
-
-def claim(client: LabVLLMClient, folder: str) -> None:
-    """Take the server for this process; taken again at every sync. Raises ``ValueError`` where another run has it."""
-    if not client.has_worker:
-        return  # nobody there who would know
-    owner = this_run(folder)
-
-    def ask() -> None:
-        for report in worker_reports(client.post, "grpo_lab_claim", owner=owner):
-            if "owner" in report:
-                raise ValueError(taken(client.base_url, report["owner"], report["seconds"]))
-
-    ask()
-    client.claim_again = ask
-
-
-def release(client: LabVLLMClient, folder: str) -> None:
-    """Give the server back at the end of a training; one that is gone needs no news."""
-    if client.has_worker:
-        with contextlib.suppress(Exception):
-            worker_reports(client.post, "grpo_lab_release", owner=this_run(folder))
-
-
-__all__ = ["check_same_model", "claim", "release"]
