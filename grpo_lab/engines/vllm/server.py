@@ -184,7 +184,6 @@ class Server:
         self.token = of_server(self.options.base_url, self.options.token_file)
         try:
             self._start(self.token.value)
-            self.token.keep()
             return self
         except BaseException:
             self.stop()

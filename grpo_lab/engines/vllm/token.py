@@ -46,12 +46,6 @@ class Token:
                 if read(self.file) == self.value:
                     self.file.unlink()
 
-    def keep(self) -> None:
-        """Write the file that was made once more, if need be: the address is ours now, and a server that was started for it at the
-        same time has written its own, or removed it."""
-        if self.made and self.file is not None and not (self.file.is_file() and read(self.file) == self.value):
-            write(self.file, self.value)
-
 
 class Bearer:
     """`requests` authentication with a token; unlike a header of the session it wins over a `~/.netrc`."""

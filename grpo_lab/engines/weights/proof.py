@@ -202,13 +202,11 @@ def prove_sync(
     prompt_ids: Sequence[Sequence[int]],
     *,
     tolerance: float,
-    compare_tensors: bool = True,
     max_tokens: int = 16,
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
     `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were pushed.
-    With `compare_tensors=False` tensors are read on failure only.
 
     Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for NaN in the
     trainer's own weights.
@@ -222,28 +220,17 @@ def prove_sync(
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:
-        if not compare_tensors:
-            raise
-        raise EngineFault(f"{fault}. {named(differing())}") from fault  # also where other ranks gather shards for it
-    judge(gap, differing, tolerance=tolerance, compare_tensors=compare_tensors)
+        found = differing()  # in any case: other ranks gather shards for it
+        names = ", ".join(entry.name for entry in found[:5])
+        raise EngineFault(
+            f"{fault}. {len(found)} tensors that can be read differ from the trainer's; {names}"
+        ) from fault
+    judge(gap, differing(), tolerance=tolerance)
     return gap
 
 
-def named(differing: Sequence[TensorDifference]) -> str:
-    """Tensors that differ, as a sentence."""
-    if not differing:
-        return "No tensor that can be read differs from the trainer's"
-    names = ", ".join(entry.name for entry in differing[:5])
-    return f"{len(differing)} tensors differ from the trainer's, most: {names}"
-
-
-def judge(
-    gap: SyncGap, differing: Callable[[], list[TensorDifference]], *, tolerance: float, compare_tensors: bool = True
-) -> None:
-    """WeightSyncError above the tolerance, or where `differing()` names a tensor. Also for an engine behind a server."""
-    if gap.mean <= tolerance and not compare_tensors:
-        return
-    found = differing()
+def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float) -> None:
+    """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
     if gap.mean > tolerance or found:
         raise WeightSyncError(describe(gap, tolerance, found))
 

@@ -196,8 +196,7 @@ def prove(
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
     limit = tolerance(dtype)
     if readable:
-        found = differing(generation, client)
-        judge(gap, lambda: found, tolerance=limit)
+        judge(gap, differing(generation, client), tolerance=limit)
     elif gap.mean > limit:
         raise WeightSyncError(
             f"{describe(gap, limit, [])} (The server's tensors could not be read: it runs without our worker "
