@@ -15,7 +15,7 @@ import itertools
 import json
 from typing import Any
 
-from grpo_lab.engines.weights.weight_files import read_shards, shard_shapes, trusted_folder
+from grpo_lab.engines.weights.weight_files import read_shards, trusted_folder
 
 
 class WeightLoading:
@@ -25,11 +25,10 @@ class WeightLoading:
         """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version} or {error}."""
         from vllm.config import set_current_vllm_config
 
-        from grpo_lab.engines.weights.sync import load_into_runner, refuse_stream
+        from grpo_lab.engines.weights.sync import load_into_runner
 
         worker: Any = self
         try:
-            refuse_stream(worker.model_runner.get_model(), shard_shapes(trusted_folder(folder)), ranks=_ranks(worker))
             worker.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
             with set_current_vllm_config(worker.vllm_config):
                 report = load_into_runner(worker.model_runner, read_shards(trusted_folder(folder)))
@@ -88,12 +87,6 @@ class WeightLoading:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
-
-
-def _ranks(worker: Any) -> int:
-    """Over how many workers one copy of the model is cut."""
-    parallel = worker.vllm_config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 #: what two tokenizers with the same vocabulary can still cut differently

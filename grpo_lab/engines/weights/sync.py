@@ -197,7 +197,10 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
         ) from error
     missing = missing_tensors(model, brought)
     if missing:
-        raise WeightSyncError(missing_sentence(missing, len(brought)))
+        raise WeightSyncError(
+            f"{len(missing)} of the engine's tensors were not in the trainer's stream of {len(brought)} and kept "
+            f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+        )
     repacked = tuple(repack_tied(model))
     return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
 
@@ -229,54 +232,6 @@ def put_back(model: nn.Module, runner: Any) -> None:
         if info.can_load():
             info.load_numel, info.loaded_weights = 0, []  # a layer that got a part of its tensors keeps the old ones
     finalize_layerwise_reload(model, runner.model_config)
-
-
-def loadable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Engine's parameter -> the shape that it loads, packed layers as they were before packing, without padded rows."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        module_name, _, own = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        kept = get_layerwise_info(module).restore_metadata[0].get(own, parameter)
-        if kept.ndim and kept.numel():
-            shapes[name] = (int(getattr(module, "org_vocab_size", kept.shape[0])), *kept.shape[1:])
-    return shapes
-
-
-def refuse_stream(model: nn.Module, brought: Mapping[str, tuple[int, ...]], *, ranks: int = 1) -> None:
-    """WeightSyncError where a stream with these names and shapes would not load; nothing is touched.
-
-    Shapes are compared where one rank holds the whole model (`ranks` = 1), names always.
-    """
-    missing = missing_tensors(model, set(brought))
-    if missing:
-        raise WeightSyncError(missing_sentence(missing, len(brought)))
-    if ranks > 1:
-        return
-    fused = fused_parts(model)
-    wrong = []
-    for name, shape in loadable_shapes(model).items():
-        parts = [brought[part] for part in trainer_names(name, fused)]
-        if all(len(part) == len(shape) for part in parts):
-            sent = (sum(part[0] for part in parts), *parts[0][1:])
-            if sent == shape and all(part[1:] == shape[1:] for part in parts):
-                continue
-        wrong.append(f"{', '.join(trainer_names(name, fused))}: {[list(part) for part in parts]} for {list(shape)}")
-    if wrong:
-        raise WeightSyncError(
-            f"{len(wrong)} of the engine's tensors have other shapes than the trainer's, so nothing was loaded: "
-            f"{'; '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-        )
-
-
-def missing_sentence(missing: list[str], count: int) -> str:
-    """What a stream of `count` tensors lacks."""
-    return (
-        f"{len(missing)} of the engine's tensors were not in the trainer's stream of {count} and kept "
-        f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
-    )
 
 
 def copied(named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
