@@ -59,7 +59,6 @@ class GroupedEngine:
 
     @property
     def llm(self) -> Any:
-        """The engine itself."""
         return self._llm
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
@@ -92,7 +91,6 @@ class GroupedEngine:
 
 
 def with_samples(sampling_params: Any, count: int) -> Any:
-    """The same sampling parameters with `n = count`."""
     parameters = sampling_params.clone()
     parameters.n = count
     return parameters

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="starlette comes with vLLM, which is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn and starlette come with vLLM, which is not installed")
 
 from grpo_lab.engines.vllm import access as server_access
 from grpo_lab.engines.vllm import token as server_token

@@ -164,7 +164,7 @@ def test_headers_without_end_are_cut_off(served: Served) -> None:
 
 
 def test_who_connects_and_says_nothing_is_let_go(served: Served) -> None:
-    """`server_reader` is what reads; how it does is in `test_server_reader.py`."""
+    """`access.Reader` reads; how it does is in `test_server_reader.py`."""
     assert served.silent is not None
     assert served.silent.recv(100) == b""
 

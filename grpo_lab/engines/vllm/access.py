@@ -1,6 +1,6 @@
 """Who may ask a server what: one ASGI middleware before everything that vLLM serves, also what a later release adds.
 
-Named on the server's command line as `--middleware grpo_lab.engines.vllm.reader.Guard`, so vLLM puts it around all its
+Named on the server's command line as `--middleware grpo_lab.engines.vllm.access.Guard`, so vLLM puts it around all its
 own. A request passes that
 
     names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page
@@ -10,7 +10,15 @@ own. A request passes that
 
 vLLM's own `--api-key` leaves every route open that does not begin with /v1, /v2, /inference or /cohere, also
 `/collective_rpc` and `/update_weights`; its `/collective_rpc` calls any method of a worker by name, also `save_sharded_state(path)`,
-and other backends of its weight transfer take pickles. Nothing here knows vLLM, torch or the trainer.
+and other backends of its weight transfer take pickles.
+
+Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length: one without end fills
+the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit (4 MiB) is in force with h11 only. And uvicorn waits
+for ever for the head of a request; enough such connections take every descriptor. Here a head has `HEAD_WITHIN` seconds, and when
+more than `most_waiting()` are waited for, the oldest goes.
+
+Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here knows vLLM, torch
+or the trainer.
 """
 
 from __future__ import annotations
@@ -19,10 +27,13 @@ import asyncio
 import hmac
 import os
 import platform
+import resource
+from asyncio import TimerHandle, Transport
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
+import h11
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -30,12 +41,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, plain
 
 MAX_BYTES = 256 * 1024**2
 #: seconds between two parts of a body
 BODY_PAUSE = 60.0
+#: seconds for the head of a request
+HEAD_WITHIN = 10.0
+#: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
+MOST_WAITING = 4096
 #: 0.0.0.0: how TRL calls this machine where no address is set
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
@@ -170,7 +187,6 @@ class Guard:
         self.max_bytes = int(os.environ.get(LIMIT_VARIABLE, MAX_BYTES)) if max_bytes is None else max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a connection, or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -274,3 +290,50 @@ def host_of(header: str) -> str:
     except ValueError:
         return ""
     return url.hostname or "" if url.netloc == header and "@" not in header else ""
+
+
+def most_waiting() -> int:
+    """Half of the descriptors that this process may have, `MOST_WAITING` at most."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_WAITING if soft == resource.RLIM_INFINITY else min(MOST_WAITING, max(1, soft // 2))
+
+
+class Reader(H11Protocol):
+    """A connection; closed where the head of its request does not come."""
+
+    #: connections whose head is not here yet, oldest first -> when they are closed
+    waiting: ClassVar[dict[Reader, TimerHandle]] = {}
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # the head of a first or a later request has begun
+            self._wait_for_head()
+        else:
+            self._no_longer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._no_longer()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        if self in self.waiting or self.transport.is_closing():
+            return
+        if len(self.waiting) >= most_waiting():
+            next(iter(self.waiting))._give_up()
+        self.waiting[self] = self.loop.call_later(HEAD_WITHIN, self._give_up)
+
+    def _give_up(self) -> None:
+        self._no_longer()
+        self.transport.close()
+
+    def _no_longer(self) -> None:
+        timer = self.waiting.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+
+
+auto.AutoHTTPProtocol = Reader  # type: ignore[misc]

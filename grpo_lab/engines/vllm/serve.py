@@ -28,7 +28,6 @@ NEEDED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument("--model", required=True, help="folder or hub name; the trainer's weights replace its own")
     parser.add_argument("--port", type=int, default=8000, help="port of the server")
     parser.add_argument(
@@ -135,7 +134,6 @@ def interrupt(number: int, frame: Any) -> None:
 
 
 def exposed(options: ServerOptions) -> str:
-    """What an address beyond this machine means."""
     return (
         f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: whoever reads "
         "along in that network has prompts and token, and with it the model. Only in a private network that you trust; else "

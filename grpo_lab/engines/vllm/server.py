@@ -26,7 +26,7 @@ from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
-GUARD = "grpo_lab.engines.vllm.reader.Guard"
+GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 SOCKETS_PREFIX = "grpo-lab-sockets-"
 #: a second token, and unpickling what is sent
@@ -84,7 +84,6 @@ class ServerOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the server."""
         return address_of(self.host).is_loopback
 
     @property

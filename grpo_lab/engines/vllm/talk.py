@@ -61,7 +61,6 @@ def _pieces(response: Any, seconds: float) -> Iterator[bytes]:
 
 
 def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
-    """True where a GET of `url` is answered with status 200 in time."""
     return got(url, token, timeout)[0] == 200
 
 
@@ -101,7 +100,6 @@ def wait_until_ready(
 
 
 def refusal(base_url: str, had_token: bool) -> str:
-    """What to do about a server that does not take the token."""
     what = "another token than this process has" if had_token else "a token, and this process has none"
     return (
         f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
@@ -111,7 +109,6 @@ def refusal(base_url: str, had_token: bool) -> str:
 
 
 def log_tail(log: Path | None, lines: int = 15) -> str:
-    """The end of a log file as text to append to a message."""
     if log is None or not log.is_file():
         return ""
     return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
@@ -223,7 +220,6 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
 
 
 def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
-    """What is wrong with one completion, "" where nothing is."""
     ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
     if choice["finish_reason"] == "abort":
         return f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others use it?)"

@@ -59,7 +59,6 @@ class Bearer:
 
 
 def token_of(session: Any) -> str | None:
-    """The token that a session of `requests` sends."""
     found = getattr(session, "auth", None)
     return found._token if isinstance(found, Bearer) else None
 

@@ -236,7 +236,6 @@ def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float) 
 
 
 def describe(gap: SyncGap, tolerance: float, differing: Sequence[TensorDifference]) -> str:
-    """The sentence an unproven sync ends a run with."""
     verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
     lines = [
         f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens "

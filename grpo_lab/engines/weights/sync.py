@@ -95,7 +95,6 @@ def probed_weight(module: Any, columns: int, dtype: torch.dtype, device: torch.d
 
 
 def input_width(module: Any) -> int:
-    """Number of columns of a module's weight, also where the weight itself has been given up."""
     if module.weight.ndim == 2:
         return int(module.weight.shape[1])
     return int(module.input_size_per_partition)
@@ -140,12 +139,10 @@ class SyncReport:
 
 
 def worker_runner(llm: Any) -> Any:
-    """The model runner of an engine in this process (`vllm.LLM` or `GroupedEngine`)."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def engine_model(llm: Any) -> nn.Module:
-    """The engine's model."""
     model: nn.Module = worker_runner(llm).get_model()
     return model
 
