@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host",
         dest="allow_hosts",
+        metavar="NAME",
         action="append",
         default=[],
         help="a further name that it is asked by, without port",
