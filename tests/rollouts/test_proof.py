@@ -80,11 +80,9 @@ def test_forward_log_probs_equal_one_row_at_a_time_in_float64() -> None:
     from grpo_lab.testing import tiny_model
 
     model, _ = tiny_model("qwen3", hidden_size=32, num_heads=2, initializer_range=0.3)
-    model.train()
     prompts, completions = [[5, 6, 7], [9]], [[8, 9], [4, 3, 2, 11]]
-    picked = forward_logprobs(model, prompts, completions)
-    assert model.training  # put back
-    exact = model.double().eval()
+    picked = forward_logprobs(model.eval(), prompts, completions)
+    exact = model.double()
     for prompt, completion, ours in zip(prompts, completions, picked, strict=True):
         logits = exact(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
         theirs = [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)]

@@ -123,21 +123,15 @@ def forward_logprobs(
     """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1.
 
     One forward pass over the right-padded batch [B, T]; padding stands after the tokens that count, where a causal
-    model cannot see it. Log-softmax in float32. Under FSDP or ZeRO-3 every rank must call this at the same time.
+    model cannot see it. Log-softmax in float32. The model must be in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must
+    call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     width = max(len(row) for row in rows)
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    training = bool(getattr(model, "training", False))
-    if training and isinstance(model, nn.Module):
-        model.eval()
-    try:
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    finally:
-        if training and isinstance(model, nn.Module):
-            model.train()
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     picked = []
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         first = len(prompt) - 1

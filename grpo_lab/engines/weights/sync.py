@@ -64,11 +64,6 @@ def is_packed(module: nn.Module) -> bool:
     return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
 
 
-def is_head(model: nn.Module, module: nn.Module) -> bool:
-    """True for a module whose `weight` belongs to an embedding table or an LM head (rows = vocabulary)."""
-    return hasattr(module, "org_vocab_size")
-
-
 def tied_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Packed modules that share their weight with an earlier module: the tied LM head, first of all."""
     seen: set[int] = set()
@@ -94,12 +89,6 @@ def probed_weight(module: Any, columns: int, dtype: torch.dtype, device: torch.d
     return torch.cat(pieces).T.contiguous()
 
 
-def input_width(module: Any) -> int:
-    if module.weight.ndim == 2:
-        return int(module.weight.shape[1])
-    return int(module.input_size_per_partition)
-
-
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(engine's name, tensor it computes with) for every parameter, packed ones probed.
 
@@ -111,10 +100,12 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     device = next(parameter.device for parameter in model.parameters() if parameter.numel())
     listed: set[str] = set()
     for name, module in model.named_modules():
-        looked_up = is_head(model, module) and type(module).__name__ != "ParallelLMHead"
+        looked_up = hasattr(module, "org_vocab_size") and type(module).__name__ != "ParallelLMHead"
         if not is_packed(module) or module.weight.ndim > 2 or looked_up:
             continue
-        weight = probed_weight(module, input_width(module), dtype, device)
+        kept = module.weight.ndim == 2  # else it has been given up for the packed copy
+        columns = int(module.weight.shape[1] if kept else module.input_size_per_partition)
+        weight = probed_weight(module, columns, dtype, device)
         rows = int(getattr(module, "org_vocab_size", weight.shape[0]))
         listed.add(f"{name}.weight")
         yield f"{name}.weight", weight[:rows]
