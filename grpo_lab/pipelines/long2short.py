@@ -21,8 +21,8 @@ from typing import Any
 from grpo_lab.curation import Sampled, average_weights, pass_rates, preference_pairs, sampled, shortest_correct
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, write_report
-from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.early_checks import check_trackers
 from grpo_lab.pipelines.in_words import told

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.evaluation.files import write_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
 from grpo_lab.pipelines.strict_yaml import parsed
@@ -172,7 +172,7 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     """
     if file.is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
+        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
 
 
 def _is_before(line: str, step: int, evaluation_due: bool) -> bool:

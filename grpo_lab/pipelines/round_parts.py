@@ -12,8 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.curation import Sampled, pass_rates
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.io import whole_folder
+from grpo_lab.io import whole_folder, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.questions import Questions

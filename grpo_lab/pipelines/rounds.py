@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.files import write_json
+from grpo_lab.io import write_json
 
 MODEL = "model"
 """Folder of the model that a round leaves."""

@@ -17,8 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation.files import write_json, write_text
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_json, write_whole_text
 from grpo_lab.pipelines.one_writer import check_writable, is_empty
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
@@ -58,7 +57,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", written(as_written(recipe)))
+    write_whole_text(folder / "recipe.yaml", written(as_written(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder

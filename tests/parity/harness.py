@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab.testing.rollouts import ScriptedRollout
+from scripted_rollout import ScriptedRollout
 from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)

@@ -26,10 +26,10 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
 from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import arguments, problems
+from scripted_rollout import ScriptedRollout
 
 pytestmark = pytest.mark.slow
 
