@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
-from grpo_lab.pipelines.one_writer import FolderGone
 from grpo_lab.visible import VisibleFormatter, visible
 
 if TYPE_CHECKING:
@@ -61,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"error: {said}")
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
+        from grpo_lab.runs.folder import FolderGone
+
         if known.traceback or not (isinstance(error, FolderGone) or error.errno in NO_ROOM):
             raise
         gone = isinstance(error, FolderGone)
@@ -206,14 +207,14 @@ _long2short = partial(
     _with_recipe, "long2short_recipe:read_long2short_recipe", "plan:plan_of_long2short", "long2short:long2short"
 )
 _rounds = partial(
-    _with_recipe, "rounds_recipe:read_rounds_recipe", "rounds_plan:plan_of_rounds", "run_rounds:run_rounds"
+    _with_recipe, "rounds_recipe:read_rounds_recipe", "run_rounds:plan_of_rounds", "run_rounds:run_rounds"
 )
 
 
 def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
     """``run``, and the exit code where it was asked to stop, or could not keep what it had."""
     from grpo_lab.pipelines.console_noise import quiet
-    from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
+    from grpo_lab.runs.stop import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     try:

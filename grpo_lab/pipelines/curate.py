@@ -21,10 +21,10 @@ from grpo_lab.evaluation.terminal import Terminal, duration
 from grpo_lab.pipelines.curation_filters import Asked, Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.sample_counts import refuse_other_count
-from grpo_lab.pipelines.stop_requests import StopRequests
+from grpo_lab.runs.folder import OneWriter, check_writable, is_empty
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.stages.sample import refuse_other_count
 from grpo_lab.visible import encodable
 
 MARKER = "curation.json"

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.like import held_out_like
-from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.pipelines.recipe_file import parse_overrides
 from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.runs.folder import LOCK, OneWriter
+from grpo_lab.runs.stop import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.interruption import Kept
-from grpo_lab.pipelines.sample_counts import problems_in
+from grpo_lab.runs.stop import Kept
+from grpo_lab.stages.sample import problems_in
 
 NOTHING = "nothing"
 

@@ -28,15 +28,14 @@ from grpo_lab.pipelines.early_checks import check_trackers
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.model_files import model_files
-from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
 from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.run_folder import read_marker, write_run
-from grpo_lab.pipelines.same_run import rows_fingerprint
-from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
-from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests, identity_of
+from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.folder import OneWriter, check_writable, is_empty, read_marker, write_run
+from grpo_lab.runs.stop import STOP_SETTINGS, StopRequests, identity_of
+from grpo_lab.stages.sample import refuse_other_count
 from grpo_lab.trainer.supervised.preference import check_training
 from grpo_lab.visible import encodable
 

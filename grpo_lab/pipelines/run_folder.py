@@ -17,12 +17,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation.files import write_json, write_text
+from grpo_lab.evaluation.files import write_text
 from grpo_lab.io import no_link
-from grpo_lab.pipelines.one_writer import check_writable, is_empty
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
+from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, recipe_differences
 from grpo_lab.pipelines.strict_yaml import written
+from grpo_lab.runs.differences import Difference, plain_settings
+from grpo_lab.runs.folder import check_writable, is_empty, read_marker, write_run
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", written(as_written(recipe)))
+    write_text(folder / "recipe.yaml", written(plain_settings(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder
@@ -89,9 +90,9 @@ def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Differe
 def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:
     """What differs from the run in the folder, where that may differ. ValueError otherwise."""
     folder = recipe.output_dir
-    changed = differences(folder, recipe)
+    changed = recipe_differences(folder, recipe)
     same = found.get("fingerprint") == fingerprint(recipe)
-    refused = [] if same else [str(one) for one in changed or () if not one.allowed]
+    refused = [] if same else [str(one) for one in changed or () if not may_differ(one)]
     if refused or (changed is None and not same):
         named = f": {'; '.join(refused)}. A resumed run cannot have these" if refused and resume else ""
         raise ValueError(
@@ -123,27 +124,6 @@ def _remove_earlier(recipe: Recipe) -> None:
     for stale in (*earlier, folder / SAVING, folder / "cold_start", folder / "evaluation", folder / "critic"):
         if not any(one.is_relative_to(stale.resolve()) for one in needed):
             shutil.rmtree(stale, ignore_errors=True)
-
-
-def write_run(folder: Path, summary: dict[str, Any]) -> None:
-    """``run.json``: what was run, and how far it has come."""
-    write_json(folder / "run.json", summary)
-
-
-def read_marker(file: Path) -> dict[str, Any]:
-    """What marks a folder as ours; empty where there is no such file. ValueError for a damaged one."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another `--output_dir` "
-            "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
-    return found
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]

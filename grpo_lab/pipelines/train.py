@@ -16,15 +16,15 @@ from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import evaluation_tokens
 from grpo_lab.pipelines.in_words import rewards_in_force
-from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
 from grpo_lab.pipelines.job import Job, start_is_whole
-from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import going_on
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
+from grpo_lab.pipelines.resume import going_on, refuse_another_run
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.stop import Interrupted, Termination, heed_stop_file
 
 console = Terminal()
 

@@ -23,10 +23,10 @@ from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
 from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.rows import load_rows
-from grpo_lab.pipelines.run_folder import read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
 from grpo_lab.pipelines.sampler import SamplingSettings
 from grpo_lab.pipelines.strict_yaml import written
+from grpo_lab.runs.differences import refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.folder import read_marker, write_run
 
 GOOD: dict[str, Any] = {
     "model": {"tiny": {}},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.cli import main
-from grpo_lab.pipelines.one_writer import OneWriter
+from grpo_lab.runs.folder import OneWriter
 
 ROWS = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
 SAMPLED = {"data": ROWS, "n_samples": 2, "max_completion_length": 8, "use_cpu": True}

@@ -1,12 +1,55 @@
-"""Files of samples, counted without reading them: how many problems they hold, and how many samples a problem."""
+"""Sample: n completions of each problem, judged, on the disk batch by batch; and what a file of samples holds, without reading it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
+from grpo_lab.curation import PassRate, Written, pass_rates
 from grpo_lab.io import no_link
+from grpo_lab.runs.stop import StopRequests
+
+
+class Sampler(Protocol):
+    """A saved model that writes completions (`pipelines.sampler.ModelSampler`)."""
+
+    settings: Any
+
+    def written(self, prompts: Sequence[Any], n: int) -> list[list[Written]]: ...
+
+    def rendered(self, prompt: Any) -> list[int]: ...
+
+    def identity(self) -> dict[str, Any]: ...
+
+
+def judged_samples(
+    problems: Sequence[Mapping[str, Any]],
+    sampler: Sampler,
+    reward: Any,
+    file: Path,
+    stop: StopRequests,
+    label: str = "pass rates",
+    **said: Any,
+) -> list[PassRate]:
+    """``sampler``'s completions of every problem with ``reward``'s scores; goes on with those that ``file`` has.
+
+    Args:
+        said: beside what the sampler says of itself: what the samples follow from. A file of other samples is refused.
+    """
+    return pass_rates(
+        problems,
+        stop.before_each(sampler.written),
+        reward,
+        sampler.settings.n_samples,
+        path=file,
+        settings={**sampler.identity(), **said},
+        batch_size=sampler.settings.problems_per_save,
+        label=label,
+        rendered=sampler.rendered,
+    )
 
 
 def problems_in(file: Path) -> int:
