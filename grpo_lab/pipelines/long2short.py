@@ -25,7 +25,7 @@ from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.early_checks import check_trackers
-from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.in_words import count_of, model_of, sampling_of, settings_in_words, told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.questions import Questions, check_model, questions
@@ -35,7 +35,7 @@ from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import OneWriter, check_writable, is_empty, read_marker, write_run
 from grpo_lab.runs.stop import STOP_SETTINGS, StopRequests, identity_of
-from grpo_lab.stages.sample import refuse_other_count
+from grpo_lab.stages.sample import refuse_other_count, samples_in_words
 from grpo_lab.trainer.supervised.preference import check_training
 from grpo_lab.visible import encodable
 
@@ -89,6 +89,31 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
     found = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
     check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     return found
+
+
+def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> dict[str, str]:
+    """What `grpo-lab long2short` will do, in words. ValueError for what would stop it."""
+    asked = resolve(recipe, overwrite, here_only=True)
+    facts = {"method": recipe.method, "model": model_of(str(recipe.model.path))}
+    if recipe.data is None:
+        facts |= {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
+    else:
+        file = samples_file(recipe)
+        facts |= {"rows": count_of(asked.rows, recipe.data), "reward": told(recipe.reward)}
+        facts |= sampling_of(recipe.sampling, asked.rows, file, overwrite=False)
+        if recipe.method in ("dpo", "simpo"):
+            facts["pairs"] = told(recipe.pairs or PairSettings())
+        facts["training"] = settings_in_words(recipe.training)
+    if recipe.evaluation is not None:
+        when = "before and after" if recipe.evaluation.before else "after"
+        count = count_of(asked.held_out, recipe.evaluation.data)
+        facts["evaluation"] = f"{when}: {count}, judged by {told(recipe.evaluation.reward)}"
+    return {**facts, "output folder": str(recipe.output_dir)}
+
+
+def kept(recipe: Long2ShortRecipe) -> str:
+    """What is there after Ctrl-C."""
+    return samples_in_words({"samples": samples_file(recipe)})
 
 
 def _shortened(

@@ -111,7 +111,7 @@ class RoundParts:
         trim_to_whole_batches(progress, settings.problems_per_save)
         said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
         label = f"round {at.number}: samples"
-        rates = judged_samples(problems, sampler, self.asked.reward, progress, self.stop, label, **said)
+        rates = judged_samples(problems, sampler, self.asked.reward, progress, self.stop, said, label)
         found = [
             {
                 "row": numbers[id(problem)],

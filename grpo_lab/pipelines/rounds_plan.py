@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_lab.pipelines.in_words import count_of, settings_in_words, told
-from grpo_lab.pipelines.plan import model_of
-from grpo_lab.pipelines.rounds import round_folder
+from grpo_lab.pipelines.in_words import count_of, model_of, settings_in_words, told
 from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
 
 _SAMENESS = {
@@ -70,12 +68,10 @@ def evaluation(recipe: RoundsRecipe, held_out: Any) -> str:
     return f"{when} on {count_of(held_out, section.data)}, judged by {told(section.reward)}"
 
 
-def done(recipe: RoundsRecipe, overwrite: bool) -> str:
-    """What an earlier run has left and this one goes on with."""
-    found = []
-    for number in range(recipe.rounds.count + 1):
-        folder = round_folder(recipe.output_dir, number)
-        done = [part for part in ("sample", "select", "train", "evaluate") if (folder / f"{part}.json").is_file()]
-        found += [f"{folder.name} ({', '.join(done)})"] if done else []
-    forgotten = " (--overwrite begins anew)" if overwrite and found else ""
-    return f"{', '.join(found)}{forgotten}" if found else "nothing"
+def done(recipe: RoundsRecipe) -> str:
+    """The rounds that an earlier run has left, and their stages; empty where there are none."""
+    folder, found = recipe.output_dir, []
+    for place in (folder / "start", *sorted(folder.glob("round-*"), key=lambda place: int(place.name[6:]))):
+        stages = [name for name in ("sample", "select", "train", "evaluate") if (place / f"{name}.json").is_file()]
+        found += [f"{place.name} ({', '.join(stages)})"] if stages else []
+    return ", ".join(found)

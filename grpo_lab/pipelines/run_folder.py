@@ -126,6 +126,21 @@ def _remove_earlier(recipe: Recipe) -> None:
             shutil.rmtree(stale, ignore_errors=True)
 
 
+def kept(recipe: Recipe) -> str:
+    """What is there after Ctrl-C."""
+    folder = recipe.output_dir
+    if not (folder / "run.json").is_file():
+        return "nothing"
+    steps = sorted(int(p.name.rpartition("-")[2]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit())
+    found = [
+        f"checkpoint-{steps[-1]}" if steps else "no checkpoint",
+        *(["cold_start"] if (folder / "cold_start" / "config.json").is_file() else []),
+        *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
+        *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
+    ]
+    return f"{', '.join(found)} in {folder} (the same command with --resume goes on)"
+
+
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
     """Appends every log of the main process to ``metrics.jsonl``, with its step."""
 

@@ -71,7 +71,7 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
     asked, cold_rows = resolve(recipe, overwrite, here_only=True)
     stages, count = RoundParts(recipe, asked, cold_rows).of_round(), recipe.rounds.count
-    names = ", ".join(stage.name for stage in stages)
+    names, done = ", ".join(stage.name for stage in stages), words.done(recipe)
     return {
         "method": recipe.method,
         "start model": words.start(recipe, cold_rows),
@@ -79,9 +79,15 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
         "reward": told(recipe.reward),
         "rounds": "once" if count == 1 else f"{count} times: {names}",
         **plan_of(stages),
-        "done already": words.done(recipe, overwrite),
+        "done already": f"{done}{' (--overwrite begins anew)' if overwrite else ''}" if done else "nothing",
         "output folder": str(recipe.output_dir),
     }
+
+
+def kept(recipe: RoundsRecipe) -> str:
+    """What is there after Ctrl-C."""
+    done = words.done(recipe)
+    return f"{done} in {recipe.output_dir} (the same command goes on)" if done else "no part of a round yet"
 
 
 def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:

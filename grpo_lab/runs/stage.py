@@ -56,7 +56,7 @@ class Stage:
     """One step of a pipeline; the module's text says what each field promises."""
 
     name: str
-    run: Callable[[Any], Mapping[str, Any]]
+    run: Callable[[Any], Mapping[str, Any] | None]
     plan: Callable[[], Mapping[str, str]] = dict
     inputs: tuple[str, ...] = ()
     remembered: bool = True
@@ -86,7 +86,7 @@ def carry_out(
             began = time.perf_counter()
             report(at, stage.name, None)
             with nullcontext() if stop is None or stage.whole else stop.held():
-                found = json.loads(json.dumps(dict(stage.run(at)), default=str))
+                found = json.loads(json.dumps(dict(stage.run(at) or {}), default=str))
                 if stage.remembered:
                     write_json(marker, found)
             report(at, stage.name, time.perf_counter() - began)

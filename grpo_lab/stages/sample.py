@@ -31,8 +31,8 @@ def judged_samples(
     reward: Any,
     file: Path,
     stop: StopRequests,
+    said: Mapping[str, Any],
     label: str = "pass rates",
-    **said: Any,
 ) -> list[PassRate]:
     """``sampler``'s completions of every problem with ``reward``'s scores; goes on with those that ``file`` has.
 
@@ -55,6 +55,13 @@ def judged_samples(
 def problems_in(file: Path) -> int:
     """How many problems a file of samples holds: its whole lines after the header."""
     return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+
+
+def samples_in_words(files: Mapping[str, Path]) -> str:
+    """What is there after Ctrl-C: what they are → their file."""
+    counts = {name: (problems_in(file), file) for name, file in files.items()}
+    found = [f"{name} of {count:,} problems in {file}" for name, (count, file) in counts.items() if count]
+    return f"{', '.join(found)} (the same command goes on)" if found else "no samples yet"
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:

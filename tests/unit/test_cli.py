@@ -251,7 +251,8 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
             []
         )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
 
-    monkeypatch.setattr(f"grpo_lab.cli._{words[0]}", stopped)
+    monkeypatch.setattr(f"grpo_lab.cli.{'_report' if words == ['report'] else '_to_its_end'}", stopped)
+    monkeypatch.setattr("grpo_lab.pipelines.dry_run.plan_of_training", stopped)
     arguments = [str(out)] if words == ["report"] else ["--config", config]
     assert main([*words, *arguments]) == 130
     said = capsys.readouterr().err.strip()

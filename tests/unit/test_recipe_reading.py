@@ -14,7 +14,7 @@ import pytest
 
 from grpo_lab.cli import _parser, main
 from grpo_lab.pipelines import long2short, run_rounds
-from grpo_lab.pipelines.curation_filters import Curation
+from grpo_lab.pipelines.curation_filters import Asked
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
@@ -259,7 +259,7 @@ def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
 def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
     written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
     with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
-        Curation(curation_recipe_from(written), tmp_path)
+        Asked.by(curation_recipe_from(written))
 
 
 @pytest.mark.parametrize(
