@@ -121,7 +121,7 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
             ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
             "`filters.contamination.against.0` (loader 'word_problems'): `split` is 'heldout'. Allowed: [",
         ),
-        (["--output_dir", str(RECIPES)], "is not empty and is no curation"),
+        (["--output_dir", str(RECIPES)], "holds something else"),
     ],
 )
 def test_dry_run_of_curate_finds_what_would_stop_it(
