@@ -1,4 +1,4 @@
-"""Typed carriers between the rooms, and the legend of axes.
+"""Typed carriers between the rooms, the legend of axes, and the only masking arithmetic in the house.
 
 =====  ==========================================================================================
 axis   meaning
@@ -10,15 +10,11 @@ B      rows of one micro-batch or bin on this rank
 T      completion tokens, left-aligned: token 0 is the first token of the completion
 =====  ==========================================================================================
 
-Log-probabilities are in nats, lengths in tokens, shares are fractions of 1.
+Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-The only masking arithmetic in the house.
-
-Rule: *select, don't multiply*. ``nan * 0`` is ``nan``, so a masked position must be replaced before it is summed, and
-its gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was finite when its
-gradient was formed; callers therefore make inputs safe first (see ``safe``), compute, then select here.
-
-Axes: B rows, T completion tokens. A mask is bool ``[B, T]``; values may be ``[B, T]`` or ``[B, 1]`` (broadcast).
+Masking selects, it does not multiply: ``nan * 0`` is ``nan``, so a masked position must be replaced before it is summed, and its
+gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was finite when its gradient was
+formed; callers therefore make inputs safe first (``safe``), compute, then select.
 """
 
 from __future__ import annotations

@@ -90,6 +90,16 @@ def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
     return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
 
 
+def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
+    """What has one entry a row: ``[B]`` or ``[B, …]``."""
+    rows = fields["prompt_ids"].size(0)
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows
+    }
+
+
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
     """bool ``[B]``: a mask of the row has a hole. TRL makes none, so its log-probs at generation are of the row without it."""
     tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
@@ -100,6 +110,3 @@ def _reach(mask: Tensor) -> Tensor:
     """Place of each row's last token, from 1 on; 0 where there is none."""
     steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
     return pad(steps * mask.bool(), (1, 0)).amax(1)
-
-
-__all__ = ["EARLIER", "OURS", "POSITION_OFFSET", "Carried", "has_hole", "loss_mask", "row_lengths"]

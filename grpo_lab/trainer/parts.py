@@ -149,6 +149,3 @@ def prove(trainer: Any) -> None:
     for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
         if warning is not None:
             trainer.say(warning, level=logging.WARNING)
-
-
-__all__ = ["Parts", "prove"]

@@ -258,7 +258,6 @@ class StepPort(Protocol):
     _generate: Any
     _calculate_rewards: Any
     _compute_loss: Any
-    _get_per_token_logps_and_entropies: Any
     _group_size: Any
 
     @property
@@ -276,6 +275,3 @@ class StepPort(Protocol):
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 
     def compute_advantages(self, table: RewardTable) -> Tensor: ...
-
-
-__all__ = ["OF_BATCH", "Faults", "Phase", "Recorder", "SamplerCorrection", "StepPort", "row_key"]

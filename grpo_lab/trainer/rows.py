@@ -1,10 +1,9 @@
-"""The rows of one optimizer step as one table, and bins cut from it.
+"""The rows of one optimizer step: this rank's as a table, bins cut from it, and what every rank knows of all rows.
 
 TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
 Here they become a table with one row per completion; a bin is some rows of it, each written contiguously (prompt directly
-followed by completion) and padded on the right to the longest row *of the bin*.
-
-What every rank knows of every row of an optimizer step: eight whole numbers. The rows themselves stay where they are.
+followed by completion) and padded on the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers
+(``RowNumbers``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask, row_lengths
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask, row_lengths, row_tensors
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 from grpo_lab.update import Rows, live_rows
@@ -71,7 +70,7 @@ class RowTable:
     @staticmethod
     def of(window: list[dict[str, Any]]) -> RowTable:
         """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
-        rows = [_row_fields(batch) for batch in window]
+        rows = [row_tensors(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET}
         offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
@@ -188,25 +187,12 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
     return torch.minimum(moved.clamp(min=0), last)
 
 
-def _row_fields(batch: dict[str, Any]) -> dict[str, Tensor]:
-    rows = batch["prompt_ids"].size(0)
-    return {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows
-    }
-
-
 def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
     if width is None or value.size(1) == width:
         return value
     missing = width - value.size(1)
     edges = (missing, 0) if is_of_prompt(name) else (0, missing)
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
-
-
-#: whole numbers of a row that every rank is told
-COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -277,7 +263,7 @@ class RowNumbers:
 
 
 def _packed(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int) -> Tensor:
-    """Long ``[n, COLUMNS]``; a float travels as its bits."""
+    """Long ``[n, 8]``; a float travels as its bits."""
     mask = table.loss_mask
     contributes = live_rows(table.advantages, mask) if "advantages" in table.fields else mask.any(dim=1)
     same = torch.ones_like(table.offset)

@@ -101,6 +101,3 @@ def _check_vocabulary(name: str, trunk: Any, policy: Any) -> None:
             f"`value.model` is {name!r} with {theirs} token ids, and the policy has {ours}: the critic reads the policy's token ids, so "
             "both need one tokenizer"
         )
-
-
-__all__ = ["with_critic"]

@@ -1,10 +1,8 @@
-"""The critic on disk: ``critic/`` beside the policy's files, which stay those of a plain causal model.
+"""The critic as a module and on disk: ``critic/`` beside the policy's files, which stay those of a plain causal model.
 
 critic.json         format, whether it has a network of its own, width of the hidden states
 critic.safetensors  its tensors
 config.json         of its own network, where it has one
-
-The critic as a module: a linear head on hidden states, its own network's or the policy's.
 """
 
 from __future__ import annotations
@@ -24,6 +22,10 @@ from transformers import MODEL_MAPPING, AutoConfig, TrainerCallback
 from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.trl_bridge import CRITIC, is_critics
+
+FOLDER = "critic"
+MANIFEST, TENSORS = "critic.json", "critic.safetensors"
+FORMAT = 1
 
 
 class ValueHead(nn.Linear):
@@ -63,11 +65,6 @@ class Critic(nn.Module):
             states = self.trunk(**{**inputs, "use_cache": False}).last_hidden_state
         values: Tensor = self.head(states)[:, :-1]
         return values
-
-
-FOLDER = "critic"
-MANIFEST, TENSORS = "critic.json", "critic.safetensors"
-FORMAT = 1
 
 
 def is_critic_folder(folder: str) -> bool:

@@ -64,6 +64,3 @@ class CriticAlone(TrainerCallback):  # type: ignore[misc]
         if state.global_step < self.steps:
             for parameter in policy_parameters(self.trainer.model):
                 parameter.grad = None
-
-
-__all__ = ["CriticAlone", "is_warming_up", "split_groups", "with_critics_groups"]

@@ -1,19 +1,15 @@
-"""A question to the model itself: has a row the same log-probs in a bin as in TRL's batch?
+"""Two questions to the model itself, once, before the first update: may rows be in bins, and may they be under dropout?
 
-Bins pad a row on the right, hand in its positions and no attention mask; TRL pads it on both sides, with a mask and without positions.
-For a causal model that masks padding these are one number. They are two for encoders used as language models (BERT's family: every
-token sees the padding), where positions are counted from the tokens (RoBERTa's), where a state runs through padding, where a
-missing mask means another attention (Doge); lists of names are never complete (``model_conditions`` holds what is seen without a
-forward). So two short rows are forwarded both ways, once, before the first update.
+``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its positions and no
+attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that masks padding these are one number. They
+are two for encoders used as language models (BERT's family: every token sees the padding), where positions are counted from the tokens
+(RoBERTa's), where a state runs through padding, where a missing mask means another attention (Doge); lists of names are never
+complete. So two short rows are forwarded both ways. What differs only by rounding is told from what differs by formula by forwarding in
+float32 where the weights are, and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
 
-What differs only by rounding is told from what differs by formula by forwarding in float32 where the weights are (autocast is put aside),
-and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
-
-A question to the model itself: is dropout all that its forward draws, and has every row its own masks?
-
-Only then rows may be left out and re-cut under dropout (``update.randomness: same_distribution``): the distribution of what a row adds
-is then its own. Names do not tell: a mask may be drawn once and spread over the rows, or over a weight. So copies of one row are
-forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
+``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what a row adds is its
+own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two
+and then four, with every call of torch's dropout passing its input through:
 
     a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole modules)
     a call whose input is not twice as large   its mask does not grow with the rows: they share it
@@ -24,26 +20,18 @@ In the first optimizer step the real forwards are looked at likewise, every call
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.exactness.model_conditions import position_limit
-from grpo_lab.trainer.rows import RowTable
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-from collections.abc import Callable
-from inspect import signature
-from typing import TYPE_CHECKING
-
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, position_limit
+from grpo_lab.trainer.rows import RowTable
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -58,6 +46,13 @@ FLOOR, COARSE_FLOOR = 5e-5, 0.1
 TIMES, MOST, MOST_COARSE = 10.0, 1e-3, 0.25
 #: attention that computes in float32, too
 PLAIN_ATTENTION = ("eager", "sdpa")
+
+FEW, MANY = 2, 4
+_REASONS = (
+    "",
+    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the micro-batches",
+    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together in another way",
+)
 
 
 class BinProbe:
@@ -119,13 +114,7 @@ class BinProbe:
         return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
 
     def _trls(self, rows: dict[str, Tensor]) -> Tensor:
-        logps, _, _ = self._trainer._get_per_token_logps_and_entropies(
-            self._trainer.model,
-            torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
-            torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
-            rows["completion_ids"].size(1),
-        )
-        found: Tensor = logps
+        found: Tensor = trl_bridge.stock_forward(self._trainer, self._trainer.model, rows)[0]
         return found
 
     def _in_bin(self, rows: dict[str, Tensor]) -> Tensor:
@@ -195,14 +184,6 @@ def _in_float32(trainer: StepPort) -> bool:
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
     found = (one.double() - other.double()).abs()[mask].mean().item()
     return found if found == found else float("inf")
-
-
-FEW, MANY = 2, 4
-_REASONS = (
-    "",
-    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the micro-batches",
-    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together in another way",
-)
 
 
 class MaskProbe:

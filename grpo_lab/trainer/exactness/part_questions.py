@@ -3,21 +3,24 @@
 The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of a row
 depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in pairs, in
 reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since what it answers may
-follow a schedule. Asking leaves no trace: random states and the part's own state are put back, and a part that touched
+follow a schedule. Asking leaves no trace (``StateWatch``): random states and the part's own state are put back, and a part that touched
 either is one whose value depends on how often it is called.
 
 What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
-
-Whether asking a part changed anything, and putting it back: random states, and what a function or an object remembers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import functools
+import random
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -36,13 +39,7 @@ from grpo_lab.trainer.trl_bridge import teams
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-import copy
-import functools
-import random
-from collections.abc import MutableMapping
-from types import FunctionType, MethodType
 
-import numpy
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: state larger than this is a table, not a memory; not looked at

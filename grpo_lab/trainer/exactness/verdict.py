@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from grpo_lab.trainer.ports import StepPort
 
+
 _HOOK = "`token_loss` is the hook that keeps the exact update"
 #: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside its last ``compute_loss``
 AROUND: dict[str, str] = {
@@ -175,6 +176,3 @@ class StandingVerdict:
             local_average=name_of(objective.aggregate) if objective.local_denominator else "",
             multimodal=may_bring_images(trainer),
         )
-
-
-__all__ = ["StandingVerdict", "Verdict"]

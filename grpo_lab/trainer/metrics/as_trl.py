@@ -73,6 +73,3 @@ class TrlBook(MetricBook):
 
     def _sizes(self, counts: Tensor, origin: Origin | None) -> Tensor:
         return counts.clamp(min=NOTHING) if origin is None else counts
-
-
-__all__ = ["TrlBook"]

@@ -1,19 +1,11 @@
 """Metrics as results: a mean is a (sum, count) pair until the moment it is logged.
 
 Pairs accumulate on the device; once per optimizer step one collective adds them up over ranks. Nothing asks the device
-for a number (``.item()``) before ``read``.
+for a number (``.item()``) before ``read``. A mean goes over all tokens (or rows, groups) since the last log; with ``objective`` unset
+TRL's own definition is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever records hands over values, masks and which
+micro-batch each row was of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
 
-Over what a mean goes: over all tokens (or rows, groups) since the last log. With ``objective`` unset TRL's own definition
-is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever records hands over values, masks and which micro-batch each row
-was of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
-
-The sampler correction beside the sampling settings: what it cannot correct, and how it goes with completion length.
-
-The correction weighs a completion by π_trainer/π_sampler. The engine's log-probs are those of the distribution that it drew
-from: after temperature, and after top-p, top-k, min-p or penalties have cut it and it was renormalised over what was kept. The
-trainer divides by the temperature, too, but cuts nothing. With a cut the ratio is then not 1 on-policy, but the
-probability that the kept tokens had: below 1 at every token, and smallest where the policy is unsure.
-See ``docs/algorithms/sampler_correction.md``.
+``by_length``: how the sampler correction π_trainer/π_sampler goes with completion length (docs/algorithms/sampler_correction.md).
 """
 
 from __future__ import annotations
@@ -36,6 +28,8 @@ EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
 }
+
+QUARTILES = 4
 
 
 @dataclass(frozen=True)
@@ -236,9 +230,6 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         for name, chosen in (("correct", correct >= CORRECT_FROM), ("incorrect", correct < CORRECT_FROM)):
             book.add_alike(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
         book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())
-
-
-QUARTILES = 4
 
 
 class Bounds(Protocol):

@@ -18,6 +18,7 @@ from grpo_lab.trainer import trl_bridge
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+
 #: what TRL's template makes of a base model and a hub name that it does not have
 NO_BASE = "[None](https://huggingface.co/None)"
 NO_HUB_NAME = 'model="None"'
@@ -66,6 +67,3 @@ def _weights(trainer: GRPOTrainer) -> list[tuple[str, str]]:
         (name, scheduled[name].in_words() if name in scheduled else weight_in_words(reward, weight))
         for name, reward, weight in rewards
     ]
-
-
-__all__ = ["in_our_words"]

@@ -1,6 +1,6 @@
-"""One line of progress in place of HF's dictionary of metrics per log: in the command line's runs, and in a team's where `objective` is set.
+"""What is said while a run trains: one line of progress in place of HF's dictionary of metrics, and whether it is working.
 
-One line a logging window on the main process: is it working? (``grpo_lab.diagnostics``). Reads the log, changes nothing of it.
+Both read the log and change nothing of it. The command line's runs have them, and a team's where `objective` is set.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ SECONDS_IN_A_FILE = 30.0
 
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
 """(metric, its name on the line, how it is written), the first two that are there."""
+
+logger = logging.getLogger("grpo_lab")
+EVERY = 20
+"""Windows after which a verdict is said again though nothing has changed. Ours."""
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
@@ -58,12 +62,6 @@ def one_line_for(trainer: Any) -> None:
     for place, callback in enumerate(callbacks):
         if type(callback) is ProgressCallback and trainer.args.log_level not in ("debug", "detail", "info"):
             callbacks[place] = OneLine(callback.max_str_len)
-
-
-logger = logging.getLogger("grpo_lab")
-
-EVERY = 20
-"""Windows after which a verdict is said again though nothing has changed. Ours."""
 
 
 class HealthLine(TrainerCallback):  # type: ignore[misc]

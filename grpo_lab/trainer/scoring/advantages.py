@@ -1,6 +1,6 @@
-"""Advantages of the rows that stay, in two stages: one answer for the small table of all ranks, then what it is on this rank's tokens.
+"""Advantages of the rows that stay: one answer for the reward table of all ranks, then what it is on this rank's tokens.
 
-TRL's own advantages of a reward table, for a team's ``compute_advantages`` that asks ``super()`` without a rule of ours.
+Where a team's ``compute_advantages`` asks ``super()`` without a rule of ours, they are TRL's own:
 
     sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
     normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;  s_i = Σ_k w_k z_ik;
@@ -12,21 +12,21 @@ Rows that no reward could score (NaN) get 0. Source: TRL 1.16, ``_generate_and_s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from grpo_lab.advantages import advantage_rule
+from grpo_lab.advantages.groups import sample_std
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
+from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import Faults, StepPort
-from typing import Any
 
-from grpo_lab.advantages import advantage_rule
-from grpo_lab.advantages.groups import sample_std
-from grpo_lab.trainer.settings.algorithm import TRL_SCALING
+EPSILON = 1e-4
 
 
 def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
@@ -97,9 +97,6 @@ def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> No
         in_force = batch["advantages"]
         logged = trainer.accelerator.gather((in_force * mask).sum(1) / mask.sum(1).clamp(min=1))
     trl_bridge.replace_logged_advantages(trainer, logged)
-
-
-EPSILON = 1e-4
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:

@@ -2,17 +2,16 @@
 
     score → Scored → select → Scored → penalise → Penalised → advantages → record
 
-``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which is what becomes the buffer.
+``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which becomes the buffer.
 
-Completions that the length limit ended, under ``mask_truncated_completions``: out of the loss, and still in their group's baseline.
-
-TRL masks their tokens before it asks for log-probs. With a KL penalty in the reward that is too early: they are in the baseline, so they
-pay for their KL like everybody else in it (else a group's baseline would be the higher, the more of it is cut). There TRL is
-told to mask nothing, and what it would have masked is masked here, once the penalty is known.
+Under ``mask_truncated_completions`` cut completions are out of the loss and still in their group's baseline. TRL masks their tokens
+before it asks for log-probs; with a KL penalty in the reward that is too early, since they pay for their KL like everybody else in
+the baseline. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is known.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,21 +21,17 @@ from torch import Tensor
 
 from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
-from grpo_lab.trainer.step.log_probs import GenerationForwards
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-import contextlib
-from typing import TYPE_CHECKING
-
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import loss_mask
+from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
 _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
+
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -122,9 +117,6 @@ def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
     """This rank's rows of what was gathered."""
     rows, rank = batch["prompt_ids"].size(0), trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))
-
-
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[Any]:

@@ -109,6 +109,3 @@ def _record_explained(trainer: StepPort, returns: Tensor, values: Tensor, mask: 
     book, one = trainer.recorder.book(), torch.ones((), device=returns.device)
     book.add_alike("value/explained_variance", one * (found or 0.0), 0.0 if found is None else 1.0)
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
-
-
-__all__ = ["charged_to_whole", "credited", "last_own", "valued"]

@@ -1,48 +1,38 @@
-"""The KL in the reward, charged per completion or per token.
+"""The KL in the reward, charged per completion or per token, and its coefficient β.
 
     per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table. Before the rule: normalised as rewards are
     per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule: not normalised,
                      no baseline is taken from it, and a group whose rewards are all equal still learns from it
 
-Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries no signal. Sources
-and estimators: ``objectives.kl``, docs/algorithms/kl.md.
-
-β of the KL in the reward, from one generation batch to the next: constant, or steered to ``kl.target``, and carried through a resume.
-
-The KL of a generation batch is known once it is charged, so batch t pays β_t, and what it measured makes β_{t+1}. One number, the same on
-every rank: all of them sum the same gathered table, exactly rounded.
+Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries no signal.
+β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number on every rank, since all
+of them sum the same gathered table exactly rounded. Sources and estimators: ``objectives.kl``, docs/algorithms/kl.md.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable, masked_sum
+from grpo_lab.io import write_whole_text
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
+from grpo_lab.trainer.critic.optimizer import is_warming_up
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
 from grpo_lab.trainer.step.old_policy import trl_log_probs
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-import json
-import math
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from transformers import TrainerCallback
-
-from grpo_lab.io import write_whole_text
-from grpo_lab.trainer.critic.optimizer import is_warming_up
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -208,8 +198,7 @@ def _log_probs_of_both(trainer: StepPort, batch: dict[str, Any]) -> tuple[Tensor
 
 @torch.no_grad()
 def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
-    multimodal = {name: batch.get(name) for name in trl_bridge.MULTIMODAL_FIELDS}
-    if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(multimodal):
+    if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(batch):
         return log_probs_in_bins(trainer, trainer.model, batch)
     size = trainer.args.per_device_train_batch_size
     if POSITION_OFFSET in batch:  # rows of several generations, text only: each keeps the positions of its own
@@ -217,12 +206,5 @@ def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor
         starts = range(0, batch["prompt_ids"].size(0), size)
         parts = [{name: batch[name][start : start + size] for name in names} for start in starts]
         return torch.cat([trl_log_probs(trainer, part) for part in parts])
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-        batch["completion_ids"].size(1),
-        batch_size=size,
-        **multimodal,
-    )
+    logps: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=size)[0]
     return logps

@@ -1,18 +1,13 @@
 """Dynamic sampling: further prompts until the batch holds live groups only. Selection comes before advantages.
 
-Source: DAPO (arXiv 2503.14476, §3.2, eq. 11): groups whose completions are all right or all wrong are thrown away and further
-prompts are drawn. Here a group is thrown away where the rule in force has nothing to teach from it (``scoring.dead``), which is the same
-for rules with a baseline. Unlike skipping, this changes the *data distribution*: hard and easy prompts, whose groups are mostly dead,
-appear less often than in the data set, and the generation cost grows (logged). Off by default.
-
-Dead groups: who says it, and of what.
-
     a group is *alike*   if no outcome and no step tells its completions apart. A property of rewards; ``groups/dead_share`` counts it
     a group is *dead*    if the rule in force gives no token that carries loss an advantage. What ``dead_groups: resample`` replaces
 
-With most rules a group is dead where it is alike. Not with ``raw`` and ``group_max``: a group that is right throughout teaches what
-was right. What a hook or a team's rule thinks is not guessed: it is asked. Both are said before any KL penalty, which makes every
-group differ.
+With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right throughout teaches
+what was right. What a hook or a team's rule thinks is not guessed: it is asked, before any KL penalty, which makes every group differ.
+
+Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Unlike skipping, this changes the *data distribution*: hard and easy prompts, whose
+groups are mostly dead, appear less often than in the data set, and the generation cost grows (logged). Off by default.
 """
 
 from __future__ import annotations
@@ -24,23 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
-
-from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
-from grpo_lab.trainer.rows import RowTable
-from grpo_lab.trainer.scoring.advantages import with_local_rows
-from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from grpo_lab.advantages import StepTable, outcome_of
 from grpo_lab.advantages.groups import is_dead
 from grpo_lab.batch import RewardTable
-from grpo_lab.trainer.scoring.advantages import checked_advantages
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
+from grpo_lab.trainer.rows import RowTable
+from grpo_lab.trainer.scoring.advantages import checked_advantages, with_local_rows
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
@@ -51,6 +39,8 @@ if TYPE_CHECKING:
 ROUNDING = 1e-3
 #: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
 ROUNDING_OF_NOTHING = 1e-9
+
+DEFAULT_MAX_ROUNDS = 4
 
 
 def alike(table: RewardTable) -> Tensor:
@@ -90,9 +80,6 @@ def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> Tensor:
     rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, table.group_size).amax(1)
     rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
     return (taught > 0) & ~rounding
-
-
-DEFAULT_MAX_ROUNDS = 4
 
 
 def check_resample(train_dataset: Any) -> None:

@@ -1,8 +1,7 @@
-"""How TRL calls rewards: each one checked, those that judge whole groups put off until the gather, steps kept aside.
+"""How TRL calls rewards: each one checked, those of whole groups after the gather, steps kept aside, weights by schedule.
 
-Reward weights as functions of the optimizer step (``reward_schedules``), logged as ``reward_weights/<name>``.
-
-A schedule keeps no state: a resumed run has at step t the weight that the uninterrupted run had there.
+A schedule (``reward_schedules``) is a function of the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: a
+resumed run has at step t the weight that the uninterrupted run had there.
 """
 
 from __future__ import annotations

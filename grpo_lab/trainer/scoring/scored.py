@@ -1,13 +1,8 @@
-"""The seam between rewards and advantages, which TRL does not have: what its call of ``_calculate_rewards`` returns.
+"""Score and record: the first and the last of the stages from completions to advantages.
 
-TRL's ``_generate_and_score_completions`` calls ``self._calculate_rewards``, that is a team's override where there is one. While it
-runs, that call goes through here, so that the table behind advantages, metrics, sampler and resampling is what the *outermost*
-method returned: shaped, gated, normalised, or made without ``super()``.
-
-Score and record: the first and the last of the stages from completions to advantages.
-
-``LabTrainer`` names all of them in order: score → select (``resample``) → penalise (``kl_penalty``) → row advantages → token
-advantages (``advantages``) → log-probs (``step.log_probs``) → record.
+TRL has no seam between rewards and advantages. While its ``_generate_and_score_completions`` runs, its call of
+``self._calculate_rewards`` goes through ``Scoring``, so that the table behind advantages, metrics, sampler and resampling is what the
+*outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,24 +18,15 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.generation.prompt_order import row_numbers
+from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
 from grpo_lab.trainer.ports import Faults, row_key
 from grpo_lab.trainer.ranks.places import at
-from grpo_lab.trainer.scoring.carriers import Rewarded
-from grpo_lab.trainer.scoring.reward_table import tokens_made, truncated_rows, without_infinite
-from grpo_lab.trainer.scoring.steps import gathered_steps
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from grpo_lab.rewards.protocol import scope_of
-from grpo_lab.trainer.carried import Carried, loss_mask
-from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
-from grpo_lab.trainer.scoring.carriers import Scored, local_rows, whole_completions
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import (
     as_trl_calls_it,
@@ -48,13 +34,18 @@ from grpo_lab.trainer.scoring.reward_table import (
     fill_group_rewards,
     gathered_rows,
     nan_counts,
+    tokens_made,
+    truncated_rows,
+    without_infinite,
 )
-from grpo_lab.trainer.scoring.steps import StepCalled
+from grpo_lab.trainer.scoring.steps import StepCalled, gathered_steps
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+
+TRUNCATION_WARNING = 0.20
 
 
 class Scoring:
@@ -183,9 +174,6 @@ def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
                 key=f"nan: {name}",
                 level=logging.WARNING,
             )
-
-
-TRUNCATION_WARNING = 0.20
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: int, *of_rows: Any) -> Tensor:

@@ -102,6 +102,3 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
         table = StepTable.of(gather_object(local[column]), group_size)
         tables[column] = StepTable(table.row, table.end, table.score.float().double(), table.rows, group_size)
     return tables
-
-
-__all__ = ["StepCalled", "check_steps", "gathered_steps"]

@@ -21,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_lab.io import write_whole, write_whole_text
-from grpo_lab.trainer.carried import OURS, row_lengths
+from grpo_lab.trainer.carried import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.ports import row_key
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+
 
 FOLDER = "bad_steps"
 FACTS = "facts.json"
@@ -118,12 +119,7 @@ def _row(trainer: StepPort, number: int, batch: dict[str, Any], row: int) -> dic
 
 
 def _fields(batch: dict[str, Any]) -> dict[str, Tensor]:
-    rows = batch["prompt_ids"].size(0)
-    return {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows and name not in MULTIMODAL_FIELDS
-    }
+    return {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
@@ -137,6 +133,3 @@ def _stacked(rows: list[Tensor]) -> Tensor:
 
 def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
-
-
-__all__ = ["FACTS", "FOLDER", "keep_bad_step", "read_bad_step"]

@@ -1,11 +1,8 @@
 """Rows of an optimizer step, brought to the ranks that the plan puts them on; what is made of them, brought home.
 
-Only rows that move travel, as wide as the bin that they go to (``messages``). The plan and the widths are the same everywhere, so
-every rank knows whether anything moves: where nothing does, no collective is called. One rank: nothing is copied.
-
-Ragged numbers of rows from rank to rank: one message of bytes for each pair of ranks, whatever the types and widths.
-
-Both ends know which rows travel and how many numbers of each, so a message has no header. gloo and NCCL alike.
+Only rows that move travel, as wide as the bin that they go to: one message of bytes for each pair of ranks, whatever the types and
+widths, without a header, since the plan and the widths are the same everywhere. Where nothing moves, no collective is called. One rank:
+nothing is copied. gloo and NCCL alike.
 """
 
 from __future__ import annotations
@@ -22,6 +19,14 @@ from torch.nn.functional import pad
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, is_of_prompt, per_token_fields
 from grpo_lab.update import Plan, Routes
+
+Ints = NDArray[np.int64]
+#: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
+_ON_THE_WAY = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
+    **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
+}
+_OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,6 @@ def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
     for place, (size, lengths) in enumerate(fields):
         np.add.at(found[place], ranks, lengths * size)
     return found
-
-
-Ints = NDArray[np.int64]
-
-#: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
-_ON_THE_WAY = {
-    **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
-    **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
-}
-_OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 
 class Exchange:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.settings.parse import GuardSettings
 
+
 STATE_FILE = "grpo_lab_guard.json"
 OF_STEP = ("loss", "gradient")
 KINDS = (*OF_STEP, *OF_BATCH)
@@ -291,6 +292,3 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     if unknown or state["format"] != 1:
         raise ValueError(f"format {state['format']}, kinds {sorted(unknown)}")
     return {**found, "bad_batch": list(state["bad_batch"])}
-
-
-__all__ = ["KINDS", "STATE_FILE", "NumbersError", "NumbersGuard", "last_good", "with_lost_loss"]

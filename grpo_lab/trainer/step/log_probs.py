@@ -129,6 +129,3 @@ def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: 
             made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
             found[rows, : made.size(1)] = made[: len(rows)].to(found.dtype)
     return found
-
-
-__all__ = ["GenerationForwards", "forwards_in_bins", "log_probs_in_bins"]

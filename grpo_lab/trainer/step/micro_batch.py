@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch
@@ -77,14 +76,8 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
     assert objective is not None
     with hears_values(trainer, model) as heard:
-        logps, entropies, router_loss = trainer._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=trainer.aux_loss_enabled,
-            **{name: inputs.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
+        logps, entropies, router_loss = trl_bridge.stock_forward(
+            trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
         )
     values = values_of_micro_batch(heard, logps.size(1))
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
@@ -103,12 +96,3 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
         book.add("aux_loss", router_loss, 1.0)
     book.reduce(trainer.accelerator, step_ends=mode == "eval" or trainer.accelerator.sync_gradients)
     return loss
-
-
-__all__ = [
-    "generation_budget",
-    "has_our_inputs",
-    "micro_batch_loss",
-    "token_batch",
-    "token_denominator",
-]

@@ -95,6 +95,3 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         args = self.trainer.args
         by_trl = args.sync_ref_model and self.trainer.state.global_step >= args.ref_model_sync_steps
         return bool(self._moved or by_trl)
-
-
-__all__ = ["MovingReference"]

@@ -172,16 +172,8 @@ class OldPolicy:
 
 def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
-    forward: Callable[..., Any] = trainer._get_per_token_logps_and_entropies
     with trl_bridge.without_checkpointing(trainer), rows_in_place(trainer, trainer.model, batch):
-        logps, _, _ = forward(
-            trainer.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            **{name: batch.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
-        )
-    found: Tensor = logps
+        found: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch)[0]
     return found
 
 
@@ -197,14 +189,3 @@ def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> N
     old = carried.old_logps
     carried.old_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
     carried.as_generated = None
-
-
-__all__ = [
-    "Kept",
-    "OldPolicy",
-    "old_log_probs",
-    "rows_in_place",
-    "trl_log_probs",
-    "unmoved_rows",
-    "with_unmoved",
-]

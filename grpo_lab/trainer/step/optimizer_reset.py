@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
+
 #: group entries that a schedule moves; anything else that changes is state which clearing ``state`` would not reach
 SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 

@@ -1,7 +1,4 @@
-"""What the optimizer steps compute against what stock TRL would: metrics of every step, one line at the start, the run's record.
-
-What a micro-batch or bin says for the log: entropy, KL, the surrogate's diagnostics, TRL's ``sampling/*``.
-"""
+"""What an optimizer step says for the log: what it computed against stock TRL, and its bins' entropy, KL and diagnostics."""
 
 from __future__ import annotations
 
@@ -10,27 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from grpo_lab.trainer.carried import loss_mask, row_lengths
+from grpo_lab.batch import TokenBatch
+from grpo_lab.objectives import Objective
+from grpo_lab.trainer.carried import Carried, loss_mask, row_lengths
+from grpo_lab.trainer.exactness.loss_proof import toy_batch
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, add_by_length
+from grpo_lab.trainer.step.values import value_metrics
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.exactness.verdict import Verdict
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.rows import RowNumbers
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-from grpo_lab.batch import TokenBatch
-from grpo_lab.objectives import Objective
-from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.exactness.loss_proof import toy_batch
-from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, add_by_length
-from grpo_lab.trainer.step.values import value_metrics
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
 
 
 @dataclass(frozen=True)

@@ -109,22 +109,5 @@ def _as_trl(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     width, args = batch["completion_ids"].size(1), trainer.args
     size = args.per_device_train_batch_size if trainer.model.training else args.per_device_eval_batch_size
     with trl_bridge.without_checkpointing(trainer), trl_bridge.values_heard(trainer, trainer.model) as heard:
-        trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            width,
-            batch_size=size,
-            **{name: batch.get(name) for name in trl_bridge.MULTIMODAL_FIELDS},
-        )
+        trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=size)
     return torch.cat([values[:, -width:] for values in heard])
-
-
-__all__ = [
-    "hears_values",
-    "token_loss",
-    "value_metrics",
-    "values_at_generation",
-    "values_of_bin",
-    "values_of_micro_batch",
-]

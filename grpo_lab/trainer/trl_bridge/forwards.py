@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from accelerate.utils import is_compiled_module
 from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_lab.trainer.trl_bridge.names import is_multimodal, replaced
+from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
 
 
 def completion_log_probs(
@@ -53,6 +53,19 @@ def completion_log_probs(
         return flat.view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
+    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where asked for."""
+    found: tuple[Any, Any, Any] = trainer._get_per_token_logps_and_entropies(
+        model,
+        torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
+        torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
+        rows["completion_ids"].size(1),
+        **options,
+        **{name: rows.get(name) for name in MULTIMODAL_FIELDS},
+    )
+    return found
 
 
 def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
