@@ -246,7 +246,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
 
-    def stopped(*_: Any) -> int:
+    def stopped(*_: Any, **flags: Any) -> int:
         raise GenerationStopped(
             []
         )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
