@@ -145,7 +145,7 @@ def _add_pipelines(commands: Commands) -> None:
         command.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
         command.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
         if run in (_quickstart, _train):
-            command.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+            command.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
         command.set_defaults(run=run)
 
 
@@ -201,12 +201,12 @@ def _with_recipe(read: str, plan: str, run: str, kept: str, known: argparse.Name
 
 def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
     """Ctrl-C, with what is on disk."""
-    from grpo_lab.runs.stop import Kept
+    from grpo_lab.runs.stop import StoppedByUser
 
     try:
-        return Kept(kept())
+        return StoppedByUser(kept())
     except (ValueError, OSError):
-        return Kept(NOTHING)
+        return StoppedByUser(NOTHING)
 
 
 def _pipeline(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``--resume``: what may differ from the run that is gone on with, and the checkpoint that it goes on from."""
+"""A run that is gone on with: what may differ from it, and the checkpoint that it goes on from."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from accelerate import PartialState
 from rich.console import Console
 
 from grpo_lab.evaluation.files import write_text
-from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import other_releases
 from grpo_lab.pipelines.strict_yaml import parsed
-from grpo_lab.runs.differences import Difference, differences, plain_settings, refuse_other_rows
+from grpo_lab.runs.differences import Difference, refuse_other_rows
 from grpo_lab.runs.folder import read_marker
 from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
 from grpo_lab.trainer.resume.which import newest_read
@@ -56,13 +55,13 @@ def may_differ(found: Difference) -> bool:
     return found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST or found.of(*SECTIONS_AFTER)
 
 
-def recipe_differences(folder: Path, recipe: Recipe) -> list[Difference] | None:
-    """What differs between the run in ``folder`` and ``recipe``; None where its ``recipe.yaml`` cannot be read."""
+def written_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run in ``folder``; None where its ``recipe.yaml`` cannot be read."""
     try:
         old = parsed((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
     except (OSError, ValueError):
         return None
-    return differences(old, plain_settings(recipe)) if isinstance(old, dict) else None
+    return old if isinstance(old, dict) else None
 
 
 def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:

@@ -15,15 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation.files import write_text
 from grpo_lab.io import no_link
 from grpo_lab.pipelines.recipe import Recipe
-from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, recipe_differences
+from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
 from grpo_lab.pipelines.strict_yaml import written
-from grpo_lab.runs.differences import Difference, plain_settings
-from grpo_lab.runs.folder import check_writable, is_empty, read_marker, write_run
+from grpo_lab.runs.differences import Difference, plain_settings, refuse_other_settings
+from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole
 
 log = logging.getLogger(__name__)
@@ -37,23 +38,31 @@ def fingerprint(recipe: Recipe) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
-    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be resumed from.
-
-    A resumed run may differ in what cannot change its past (``CANNOT_CHANGE_THE_PAST``), and logs what differs.
+def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
+    """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every process asks here.
 
     Raises:
-        ValueError: the folder belongs to another run, or this run is there already and neither flag is given.
+        ValueError: ``overwrite`` and ``resume`` at once.
+    """
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume contradict each other; give one of them")
+    here = not overwrite and (recipe.output_dir / RUN).is_file()
+    return bool(gather_object([here])[0])  # the main process's answer
+
+
+def claim(recipe: Recipe, overwrite: bool) -> Path:
+    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be gone on with from.
+
+    What differs from an earlier run of it (``refuse_folder``) is logged.
     """
     folder = recipe.output_dir
-    marker = folder / "run.json"
-    changed = refuse_folder(recipe, overwrite, resume)
+    begun = not overwrite and (folder / RUN).is_file()
+    changed = refuse_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
     if overwrite:
         _remove_earlier(recipe)
-    if overwrite or not marker.is_file():
+    if not begun:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif any(found.of(*LENGTH, "evaluation") for found in changed):
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
@@ -65,43 +74,28 @@ def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
     return folder
 
 
-def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Difference]:
-    """What differs from the run in the output folder, where that may differ; nothing is written.
+def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
+    """What differs from the run in the output folder, all of it what cannot change its past; nothing is written.
 
     Raises:
-        ValueError: as ``claim``, and where the run to resume is beyond ``max_steps`` already.
+        ValueError: the folder holds something else, or a run of another recipe, or one that is beyond ``max_steps`` already.
     """
     folder = recipe.output_dir
-    marker = folder / "run.json"
-    if overwrite and resume:
-        raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    check_writable(folder)
-    if marker.is_file() and not overwrite:
-        changed = _changed(recipe, read_marker(marker), resume)
-        check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
-        return changed
-    if folder.is_dir() and not is_empty(folder) and not marker.is_file() and not overwrite:
+    if overwrite:
+        check_writable(folder)
+        return []
+    found = record_of(folder, None)
+    if not found:
+        return []
+    then = written_settings(folder)
+    if then is None and found.get("fingerprint") != fingerprint(recipe):
         raise ValueError(
-            f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
+            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be read); choose "
+            "another `--output_dir`, or give --overwrite"
         )
-    return []
-
-
-def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:
-    """What differs from the run in the folder, where that may differ. ValueError otherwise."""
-    folder = recipe.output_dir
-    changed = recipe_differences(folder, recipe)
-    same = found.get("fingerprint") == fingerprint(recipe)
-    refused = [] if same else [str(one) for one in changed or () if not may_differ(one)]
-    if refused or (changed is None and not same):
-        named = f": {'; '.join(refused)}. A resumed run cannot have these" if refused and resume else ""
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings{named}); choose another "
-            "`--output_dir`, or give --overwrite"
-        )
-    if not resume:
-        raise ValueError(f"`output_dir` {str(folder)!r} holds this run already; give --resume or --overwrite")
-    return changed or []
+    changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
+    check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
+    return changed
 
 
 def _reopen(folder: Path, longer: bool) -> None:
@@ -138,7 +132,7 @@ def kept(recipe: Recipe) -> str:
         *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
         *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
     ]
-    return f"{', '.join(found)} in {folder} (the same command with --resume goes on)"
+    return f"{', '.join(found)} in {folder} (the same command goes on)"
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]

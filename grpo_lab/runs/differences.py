@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,20 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
     return [one for one in found if one.old != one.new]
 
 
-def refuse_other_settings(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError that names what differs; nothing that is made may follow from a setting that is left out of both."""
-    if found := differences(then, now):
+def refuse_other_settings(
+    folder: Path,
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    may_differ: Callable[[Difference], bool] = lambda one: False,
+) -> list[Difference]:
+    """The differences that ``may_differ``: nothing that was made follows from them. ValueError that names the others."""
+    found = differences(then, now)
+    if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, found))}. Choose another "
+            f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, refused))}. Choose another "
             "`--output_dir`, or give --overwrite"
         )
+    return found
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -120,8 +120,9 @@ def is_empty(folder: Path) -> bool:
     return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
-def record_of(folder: Path, pipeline: str, marker: str = RUN) -> dict[str, Any]:
-    """What an earlier run of ``pipeline`` says of itself in ``folder``; `{}` for a new folder. Nothing is written.
+def record_of(folder: Path, pipeline: str | None, marker: str = RUN) -> dict[str, Any]:
+    """What an earlier run of ``pipeline`` (None: of `grpo-lab train`) says of itself in ``folder``; `{}` for a new folder.
+    Nothing is written.
 
     Args:
         marker: a name other than ``run.json`` is of one pipeline alone.

@@ -9,7 +9,7 @@
 SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are looked at before each
 batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an optimizer step, and that at the second one.
 
-``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``Kept``: Ctrl-C (130), with what is on disk in words.
+``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``StoppedByUser``: Ctrl-C (130), with what is on disk in words.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupted(Exception):
-    """The run was asked to end, has what it needs to go on, and can be resumed."""
+    """The run was asked to end, and has what it needs to go on."""
 
-    def __init__(self, name: str, step: int | None, folder: Path, again: str = "--resume") -> None:
+    def __init__(self, name: str, step: int | None, folder: Path) -> None:
         place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
-        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {again}")
+        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {AGAIN}")
 
 
-class Kept(KeyboardInterrupt):
+class StoppedByUser(KeyboardInterrupt):
     """Ctrl-C in a command that knows itself what it kept."""
 
     def __init__(self, what: str) -> None:
@@ -127,7 +127,7 @@ class StopRequests:
         if not new:
             remove(self.file)
             said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
-            raise Interrupted(said, None, self.folder, AGAIN)
+            raise Interrupted(said, None, self.folder)
         if is_of_an_earlier_run(self.file):
             log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
             remove(self.file)
@@ -172,10 +172,10 @@ class StopRequests:
     def _leave(self, step: int | None = None) -> None:
         if self.name == CTRL_C:
             where = "" if step is None else f" (step {step} of the training under way)"
-            raise Kept(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
+            raise StoppedByUser(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
         if self.name == STOP_FILE:
             remove(self.file)
-        raise Interrupted(str(self.name), step, self.folder, AGAIN)
+        raise Interrupted(str(self.name), step, self.folder)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ def heed_stop_file(config: Any, folder: Path) -> None:
     """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no step is made.
 
     Raises:
-        Interrupted: on every process; the file is gone, so the next ``--resume`` goes on.
+        Interrupted: on every process; the file is gone, so the same command goes on next time.
     """
     file, main = stop_file(config), PartialState().is_main_process
     if any(gather_object([main and file.exists()])):
@@ -247,34 +247,28 @@ def as_ctrl_c() -> Iterator[list[str]]:
         _put_back(before)
 
 
-class Termination:
-    """SIGTERM and SIGUSR1 around the stages of a run: during the training the trainer's own handler is in force.
+@contextlib.contextmanager
+def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 around a run of `grpo-lab train`: outside of its training there is nothing to save, and it ends at once, with
+    the same exit code. During the training the trainer's own handler is in force (``asked_by_signals``).
 
-    Outside of it there is nothing to save: the run ends at once, with the same exit code. SIGUSR1 asks for the same as SIGTERM: a
-    launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that ignores SIGUSR1 leaves them their
-    time (``scripts/slurm/train.sbatch``). Where no checkpoints are asked for nothing is touched, and a signal ends the process.
+    SIGUSR1 asks for the same as SIGTERM: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that
+    ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Where no checkpoints are asked for nothing is touched, and
+    a signal ends the process.
     """
 
-    def __init__(self, folder: Path, config: Any) -> None:
-        self.folder = folder
-        saves = (
-            str(getattr(config.save_strategy, "value", config.save_strategy)) != "no" or config.enable_jit_checkpoint
-        )
-        self.enabled = bool(saves)
-        self._before: dict[int, Any] = {}
+    def leave(number: int, _frame: Any) -> None:
+        raise Interrupted(signal.Signals(number).name, None, folder)
 
-    def __enter__(self) -> Termination:
-        if self.enabled:
-            self._before = _install(self._leave)
-        return self
+    strategy = getattr(config.save_strategy, "value", config.save_strategy)
+    before = _install(leave) if str(strategy) != "no" or config.enable_jit_checkpoint else {}
+    try:
+        yield
+    finally:
+        _put_back(before)
 
-    def __exit__(self, *_: object) -> None:
-        _put_back(self._before)
 
-    def ask(self, trainer: Any) -> None:
-        """``trainer`` is about to train: it answers both signals, and comes back here."""
-        trainer.parts.stop.signals = list(SIGNALS)
-        trainer.parts.stop.returns = True
-
-    def _leave(self, number: int, _frame: Any) -> None:
-        raise Interrupted(signal.Signals(number).name, None, self.folder)
+def asked_by_signals(trainer: Any) -> None:
+    """``trainer`` is about to train: it answers both signals, and comes back here."""
+    trainer.parts.stop.signals = list(SIGNALS)
+    trainer.parts.stop.returns = True

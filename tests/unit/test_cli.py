@@ -259,7 +259,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
     assert "\n" not in said
     if words == ["train"]:
-        assert said.endswith(f"in {out} (the same command with --resume goes on)")
+        assert said.endswith(f"in {out} (the same command goes on)")
         assert main([*words, *arguments, "--dry-run"]) == 130
         assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
     monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
