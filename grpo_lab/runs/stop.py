@@ -29,6 +29,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.resume.stop import (
     CTRL_C,
     MAX_HOURS,
@@ -67,18 +68,6 @@ class StoppedByUser(KeyboardInterrupt):
         self.what = what
 
 
-def _install(heard: Callable[[int, Any], None], *numbers: signal.Signals) -> dict[int, Any]:
-    """``heard`` as the handler of ``numbers`` (else ``SIGNALS``), and who was before; beside the main thread none is touched."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, heard) for number in numbers or SIGNALS}
-
-
-def _put_back(before: dict[int, Any]) -> None:
-    for number, handler in before.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
 AGAIN = "the same command"
 STOP_SETTINGS = ("max_hours", "stop_file")
 """Of a recipe; nothing that is made follows from them."""
@@ -98,11 +87,11 @@ class StopRequests:
         self.name: str | None = None
         self._seen: str | None = None  # by the look beside the work
         self._held = 0
-        self._before: dict[int, Any] = {}
+        self._before: Handlers = {}
         self._over, self._asks = threading.Event(), threading.Lock()
 
     def __enter__(self) -> StopRequests:
-        self._before = _install(self._heard)
+        self._before = handle(self._heard, *SIGNALS)
         if self._before:
             threading.Thread(target=self._look_now_and_then, name="stop file, max_hours", daemon=True).start()
         return self
@@ -112,7 +101,7 @@ class StopRequests:
             with self._asks:  # no signal comes from beside any more
                 self._over.set()
         finally:
-            _put_back(self._before)
+            put_back(self._before)
 
     # -- who asks --------------------------------------------------------------------------------------------------------
 
@@ -201,7 +190,7 @@ class StopRequests:
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
         """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
         self.check()
-        before = _install(self._heard, signal.SIGINT) if self._before else {}
+        before = handle(self._heard, signal.SIGINT) if self._before else {}
         self._held += 1
         try:
             yield StoppableTraining(place, identity, self.asked)
@@ -209,7 +198,7 @@ class StopRequests:
             self._leave(stopped.step)
         finally:
             self._held -= 1
-            _put_back(before)
+            put_back(before)
 
 
 def identity_of(rows: Any, made_from: Any) -> str:
@@ -240,11 +229,11 @@ def as_ctrl_c() -> Iterator[list[str]]:
         if len(came) == 1:  # a scheduler may say it twice
             raise KeyboardInterrupt
 
-    before = _install(heard)
+    before = handle(heard, *SIGNALS)
     try:
         yield came
     finally:
-        _put_back(before)
+        put_back(before)
 
 
 @contextlib.contextmanager
@@ -261,11 +250,11 @@ def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
         raise Interrupted(signal.Signals(number).name, None, folder)
 
     strategy = getattr(config.save_strategy, "value", config.save_strategy)
-    before = _install(leave) if str(strategy) != "no" or config.enable_jit_checkpoint else {}
+    before = handle(leave, *SIGNALS) if str(strategy) != "no" or config.enable_jit_checkpoint else {}
     try:
         yield
     finally:
-        _put_back(before)
+        put_back(before)
 
 
 def asked_by_signals(trainer: Any) -> None:

@@ -18,6 +18,7 @@ from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions, runs_on_c
 from grpo_lab.engines.vllm.server import HOST, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.vllm.token import VARIABLE, Token, default_file
+from grpo_lab.signals import handle
 
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {
@@ -148,7 +149,7 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
     refuse_taken_port(options.port, options.host)
     if runs_on_cpu():
         refuse_unsupported_model(options.model)
-    signal.signal(signal.SIGTERM, interrupt)
+    handle(interrupt, signal.SIGTERM)
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
