@@ -27,6 +27,7 @@ from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.trainer.carried import POLICY_VERSION
 from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
 from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import arguments, problems
@@ -386,6 +387,26 @@ def test_damaged_files_are_an_error(damage: Callable[[Path], None], message: str
     with pytest.raises(ValueError, match=message) as caught:
         resumed(tmp_path, damage)
     assert f"delete {MANIFEST} in it to resume as TRL does" in str(caught.value)
+
+
+def without_versions(place: Path) -> None:
+    """As an earlier version leaves it: rows that do not say which policy wrote them."""
+    file = unlisted(place / rows_file(0))
+    with safe_open(file, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+        description = json.loads(stored.metadata()["description"])
+    for row in description["list"]:
+        del row["dict"][POLICY_VERSION]
+    save_file(tensors, file, metadata={"description": json.dumps(description)})
+
+
+@pytest.mark.parametrize("change", [nothing, without_versions])
+def test_every_row_says_which_policy_wrote_it(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of it."""
+    again, whole = resumed(tmp_path, change, stop=5)
+    assert_same(again, whole)
+    for run in (again, whole):
+        assert {int(version) for batch in run._buffered_inputs for version in batch[POLICY_VERSION]} == {4}
 
 
 class Strange(LabTrainer):

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from grpo_lab.io import write_whole, write_whole_text
-from grpo_lab.trainer.carried import EARLIER
+from grpo_lab.trainer.carried import EARLIER, Carried
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -333,6 +333,10 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
         window = manifest["window"]
         trainer._step, trainer._buffered_inputs = manifest["step"], rows
+        written_by = trainer.phase.version(trainer.state.global_step)
+        for carried in map(Carried, rows or []):
+            if carried.policy_version is None:  # a checkpoint of an earlier version
+                carried.policy_version = torch.full((len(carried.fields["prompt_ids"]),), written_by)
         if manifest["left_out"] is not None:
             trainer.recorder.say(
                 f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({manifest['left_out']}): "

@@ -29,6 +29,7 @@ from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
 from grpo_lab.trainer.critic.optimizer import is_warming_up
+from grpo_lab.trainer.ports import Fault
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
@@ -142,12 +143,14 @@ def check_kl_in_reward(trainer: StepPort) -> None:
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
     objective, table, to_go, charged = trainer.algorithm.objective, scored.rewarded.table, None, None
+    faults = scored.faults
     kl = None if objective is None else objective.kl_in_reward
     beta = controller.coefficient
     if kl is not None and beta is not None:
         mask = loss_mask(scored.batch)
         log_probs = _log_probs_of_both(trainer, scored.batch)
-        of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
+        of_tokens, found = _finite(trainer, kl.of_tokens(*log_probs, mask))
+        faults += found
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
@@ -156,23 +159,23 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
             charged = -beta * of_tokens
             to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
-            measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
+            measured, found = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
+            faults += found
             controller.charged(trainer.accelerator.gather(measured))
     mask_cut(trainer, scored)
     table = with_local_rows(trainer, scored, table)
     if to_go is not None and table.local is not None:
         scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
         to_go = to_go * scorable.unsqueeze(1).to(to_go)
-    return Penalised(scored, table, to_go, charged)
+    return Penalised(scored, table, to_go, charged, faults)
 
 
-def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
-    """With a guard a KL that is not finite is 0, and its batch bad: as a reward it would count as one that cannot be scored."""
-    faults = trainer.recorder.faults_in_training
-    if faults is None or bool(kl.isfinite().all()):
-        return kl
-    faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
-    return kl.where(kl.isfinite(), 0.0)
+def _finite(trainer: StepPort, kl: Tensor) -> tuple[Tensor, tuple[Fault, ...]]:
+    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be scored."""
+    if trainer.recorder.faults_in_training is None or bool(kl.isfinite().all()):
+        return kl, ()
+    said = "the KL in the reward is not finite: log-probs of the policy or the reference are not"
+    return kl.where(kl.isfinite(), 0.0), (Fault("reward", said),)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
@@ -190,7 +193,7 @@ def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
 def _log_probs_of_both(trainer: StepPort, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """float64 ``[B, T]`` of policy and reference; those at generation are computed here where nobody has yet."""
     carried = Carried(batch)
-    old = carried.old_logps
+    old = carried.proximal_logps
     if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
         old = _log_probs_at_generation(trainer, batch)
     return old.double(), batch["ref_per_token_logps"].double()
