@@ -9,7 +9,8 @@ BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-serve test-versions bench bench-update bench-rollouts bench-verify gpu-check clean
+.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-index docs-serve test-versions \
+	bench bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,8 +53,11 @@ test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part o
 test-fast: setup  ## the part of the suite that takes under two minutes
 	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
-docs-index: setup  ## the file index of docs/design.md, from the modules' first lines
+docs-index: setup  ## what of the docs is made: file index, picture of the rooms, command line, settings, measured runs
 	$(BIN)/python scripts/file_index.py
+	$(BIN)/python scripts/rooms_picture.py
+	$(BIN)/python scripts/reference_pages.py
+	$(BIN)/python scripts/measured_runs.py
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .
@@ -92,6 +96,22 @@ bench-verify: setup  ## verification against TRL's accuracy_reward on real model
 
 gpu-check: setup  ## one GPU, 10 minutes: parity, update, engine, whole step -> runs/gpu_check.{json,md} (TINY=1: small, also on a CPU)
 	$(BIN)/python scripts/gpu_check.py $(if $(TINY),--tiny)
+
+# What docs/reliability.md measured, at full length (tests/stress has each with small numbers as a test).
+stress-kill: setup  ## 30 kills by -9 of each kind of training run, to the bit
+	$(BIN)/python tests/stress/kill_anywhere.py
+
+stress-kill-commands: setup  ## 10 kills each of curate, rounds, long2short, evaluate
+	$(BIN)/python tests/stress/kill_commands.py
+
+stress-hostile: setup  ## 20,000 hostile completions and all real ones through every reward (real ones: ../shared/data)
+	$(BIN)/python tests/stress/hostile_text.py
+
+stress-soak: setup-vllm  ## 4,000 optimizer steps: memory, descriptors, processes
+	$(BIN)/python tests/stress/soak.py --steps 4000
+
+stress-guards: setup  ## each guard of tests/stress/guards.yaml removed once, its test failing
+	$(BIN)/python tests/stress/mutate_guards.py
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

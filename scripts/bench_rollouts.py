@@ -24,7 +24,7 @@ from bench_shapes import build
 from bench_update_sides import LENGTHS
 from transformers import AutoModelForCausalLM
 
-from grpo_lab.engines.transformers_engine import left_padded
+from grpo_lab.engines.sampler import left_padded
 from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
 GROUP = 8

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.data import word_problems
-from grpo_lab.engines.thinking_budget import BudgetedCompletion, Generate, ThinkingBudget, budgeted_generate
-from grpo_lab.engines.transformers_engine import transformers_generate
+from grpo_lab.engines.sampler import TransformersSampler, VllmSampler
+from grpo_lab.engines.thinking_budget import BudgetedCompletion, Continue, ThinkingBudget, budgeted_generate, continued
 from grpo_lab.rewards import AccuracyReward
 
 TEXT = "\n</think>\n"
@@ -45,20 +45,19 @@ def teach(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def engines(folder: Path, tokenizer: Any) -> dict[str, Generate]:
+def engines(folder: Path, tokenizer: Any) -> dict[str, Continue]:
     from transformers import AutoModelForCausalLM
 
-    from grpo_lab.engines.grouping import engine_generate
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ends = {tokenizer.eos_token_id}
-    own = transformers_generate(
-        model, pad_id=tokenizer.pad_token_id, eos_ids=ends, batch_size=256, temperature=1.0, top_k=0
-    )
+    own = TransformersSampler(model, tokenizer, 256, progress=False)
     options = EngineOptions(kv_cache_gib=0.25, max_model_len=256)
     engine = engine_factory(options, trainer_dtype=model.dtype)(model=str(folder), seed=0)
-    return {"transformers": own, "vLLM": engine_generate(engine, temperature=1.0)}
+    return {
+        "transformers": continued(own),
+        "vLLM": continued(VllmSampler(engine, [tokenizer.eos_token_id], logprobs=True)),
+    }
 
 
 def row(
@@ -107,8 +106,8 @@ def main() -> None:
                 tokenizer, LENGTH - 16 if budget is None else budget, max_completion_length=LENGTH, text=TEXT
             )
             if budget is None:
-                ids, _ = generate([list(p) for p in prompts], LENGTH)
-                made = [BudgetedCompletion(row, None, [1] * len(row)) for row in ids]
+                plain = generate([list(p) for p in prompts], LENGTH)
+                made = [BudgetedCompletion(one.ids, None, [1] * len(one.ids)) for one in plain]
             else:
                 made = budgeted_generate(prompts, generate, settings)
             texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in made]

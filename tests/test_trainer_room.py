@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
+
+import pytest
 
 from import_graph import circles, graph_of, imports_of_source
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-from file_index import index, page_with  # noqa: E402
 
 TRAINER = "grpo_lab.trainer"
 
@@ -80,30 +79,39 @@ def test_a_planted_circle_is_seen() -> None:
 
 
 DESIGN = ROOT / "docs" / "design.md"
-#: where docs/design.md tells the way of one reward
-WAY = ("<!-- the way of one reward -->", "<!-- end of the way -->")
+#: where docs/design.md tells the way of one reward, and which file to open for what; below which folder their paths are
+WAY = ("<!-- the way of one reward -->", "<!-- end of the way -->", "grpo_lab/trainer")
+WHICH = ("<!-- which file -->", "<!-- end of which file -->", "grpo_lab")
 
 
-def names_of_no_file(text: str) -> list[str]:
-    """Paths that the way names and the room does not have."""
-    way = text[text.index(WAY[0]) : text.index(WAY[1])]
-    named = re.findall(r"`([a-z_/]+\.py)`", way)
-    return sorted({name for name in named if not (ROOT / "grpo_lab" / "trainer" / name).is_file()})
+def names_of_no_file(text: str, part: tuple[str, str, str]) -> list[str]:
+    """Paths that a part of the page names and the package does not have."""
+    said = text[text.index(part[0]) : text.index(part[1])]
+    named = re.findall(r"`([a-z_/]+(?:\.py|/))`", said)
+    return sorted({name for name in named if not (ROOT / part[2] / name).exists()})
 
 
-def test_the_way_of_one_reward_names_files_of_the_room() -> None:
+@pytest.mark.parametrize("part", [WAY, WHICH], ids=["way", "which file"])
+def test_the_page_names_files_that_are_there(part: tuple[str, str, str]) -> None:
     text = DESIGN.read_text(encoding="utf-8")
-    assert names_of_no_file(text) == []
-    assert names_of_no_file(text.replace(WAY[1], f"`step/gone.py` {WAY[1]}")) == ["step/gone.py"]
+    assert names_of_no_file(text, part) == []
+    assert names_of_no_file(text.replace(part[1], f"`step/gone.py` {part[1]}"), part) == ["step/gone.py"]
 
 
-def test_the_file_index_is_what_the_modules_say(tmp_path: Path) -> None:
+def test_the_page_names_every_method_that_is_overridden() -> None:
+    from trl import GRPOTrainer
+
+    from grpo_lab import LabTrainer
+
     text = DESIGN.read_text(encoding="utf-8")
-    made = index(ROOT / "grpo_lab")
-    assert page_with(text, made) == text, "run `make docs-index`"
-    (tmp_path / "new.py").write_text('"""A new one,\nin two lines.\n\nMore."""\n')
-    (tmp_path / "__init__.py").write_text('"""A room."""\n')
-    assert "| `new.py` | A new one, in two lines. |" in index(tmp_path)
+    rows = text[text.index("| method | why |") : text.index("TRL has no seam")].splitlines()
+    ours = [base for base in LabTrainer.__mro__ if base.__module__.startswith(TRAINER)]
+    overridden = {
+        name for base in ours for name in vars(base) if callable(vars(base)[name]) and hasattr(GRPOTrainer, name)
+    }
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])} == overridden - {
+        "__class_getitem__"
+    }
 
 
 def test_an_import_inside_a_function_is_seen() -> None:

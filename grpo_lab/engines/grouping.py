@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from grpo_lab.engines.thinking_budget import Generate
-
 
 class EngineFault(RuntimeError):
     """The engine answered with something that must not be trained on."""
@@ -123,28 +121,6 @@ def one_per_row(output: Any, count: int) -> list[Any]:
         row.outputs = [completion]
         rows.append(row)
     return rows
-
-
-def engine_generate(engine: GroupedEngine, **sampling: Any) -> Generate:
-    """`generate(prompt_ids, max_new_tokens)` on a vLLM engine, with these sampling parameters, for a thinking budget.
-
-    Log-probs are the engine's own of the sampled tokens, in nats.
-    """
-
-    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], list[list[float]] | None]:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(**{**sampling, "n": 1, "max_tokens": max_new_tokens, "logprobs": 0})
-        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompt_ids], parameters)
-        completions = [output.outputs[0] for output in outputs]
-        ids = [list(completion.token_ids) for completion in completions]
-        logprobs = [
-            [entries[token].logprob for token, entries in zip(row, completion.logprobs, strict=True)]
-            for row, completion in zip(ids, completions, strict=True)
-        ]
-        return ids, logprobs
-
-    return generate
 
 
 def check_logprobs(outputs: Sequence[Any]) -> None:

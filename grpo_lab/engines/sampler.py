@@ -1,30 +1,42 @@
-"""From prompts to completions. `TransformersGenerator` is the default; anything with the same call takes its place.
+"""From prompts to completions: one `Sampler`, one `Completion`, whatever makes them.
 
-n completions for each prompt from a vLLM engine, as token ids: for curation, where no trainer stands behind.
+`TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their place in
+evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the same form
+(`trainer/generation/thinking.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_lab.engines.chat_template import rendered
+from grpo_lab.engines.grouping import check_logprobs
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from grpo_lab.engines.grouping import GroupedEngine
+
+    from grpo_lab.engines.grouping import GroupedEngine
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """text without special tokens; tokens written, the end-of-sequence token included; cut off by the budget or not."""
+    """What a policy wrote after a prompt.
 
-    text: str
-    tokens: int
-    truncated: bool
+    ids             tokens [T], the end token included
+    ended           by an end token; False where the limit of tokens cut it off
+    logprobs        the sampler's log-probs of them in nats [T]; None where it gives none
+    policy_version  optimizer steps taken by the policy that wrote it; None outside a training
+    """
+
+    ids: list[int]
+    ended: bool
+    logprobs: list[float] | None = None
+    policy_version: int | None = None
 
 
 class GenerationStopped(KeyboardInterrupt):
@@ -35,16 +47,16 @@ class GenerationStopped(KeyboardInterrupt):
         self.completions = completions
 
 
-class Generate(Protocol):
+class Sampler(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
-    temperature 0.0 means greedy (then n is 1). The same arguments must give the same completions; the process-wide
-    random state is to be left as it was. Errors are the caller's to see. A vLLM engine fits in a few lines:
-    `llm.generate([{"prompt_token_ids": ids} …], SamplingParams(n=n, temperature=…, max_tokens=…, seed=…))`.
+    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution (no top-k, top-p, penalty). The same
+    arguments give the same completions, and the process-wide random state is left as it was; ``seed=None`` goes on with it
+    instead. Errors are the caller's to see.
     """
 
     def __call__(
-        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]: ...
 
 
@@ -79,12 +91,11 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TransformersGenerator:
-    """`model.generate` in left-padded batches of similar length.
+class TransformersSampler:
+    """`model.generate` in left-padded batches of similar length; no log-probs.
 
-    Every knob that could bend the distribution (top-k, top-p, repetition penalty, …) is switched off, whatever the
-    model's own generation_config says: temperature is the only one. Greedy answers do not depend on ``batch_size``
-    except through the rounding of padded attention; sampled ones do, since a batch shares one random stream.
+    Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
+    ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random stream.
     """
 
     model: PreTrainedModel
@@ -93,7 +104,7 @@ class TransformersGenerator:
     progress: bool = True
 
     def __call__(
-        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
         import torch
         from tqdm.auto import tqdm
@@ -113,15 +124,17 @@ class TransformersGenerator:
         label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
         try:
             with (
-                torch.random.fork_rng(devices=forked),
+                torch.random.fork_rng(devices=forked, enabled=seed is not None),
                 tqdm(total=len(tasks), desc=f"evaluating, {label}", unit="answer", disable=not self.progress) as bar,
             ):
-                torch.manual_seed(seed)
+                if seed is not None:
+                    torch.manual_seed(seed)
                 for start in range(0, len(tasks), self.batch_size):
                     batch = tasks[start : start + self.batch_size]
                     written = self._continue([prompts[index] for index, _ in batch], config)
                     for (index, sample), ids in zip(batch, written, strict=True):
-                        completions[index][sample] = self._completion(ids, stops)
+                        own = until_end(ids, stops)
+                        completions[index][sample] = Completion(own, ended=bool(own) and own[-1] in stops)
                     bar.update(len(batch))
         except KeyboardInterrupt:
             raise GenerationStopped(completions) from None
@@ -133,7 +146,6 @@ class TransformersGenerator:
         """The new tokens after each prompt [rows, new], padding and all."""
         import torch
 
-        from grpo_lab.engines.transformers_engine import left_padded
         from grpo_lab.finite import FiniteScores
 
         input_ids, attention_mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
@@ -148,23 +160,76 @@ class TransformersGenerator:
         rows: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
         return rows
 
-    def _completion(self, ids: list[int], stops: list[int]) -> Completion:
-        """Cut after the first stop token; the padding behind it is not the model's."""
-        from grpo_lab.engines.transformers_engine import until_end
-
-        written = until_end(ids, stops)
-        text = str(self.tokenizer.decode(written, skip_special_tokens=True))
-        return Completion(text, len(written), truncated=not written or written[-1] not in stops)
-
     def _pad_id(self, stops: list[int]) -> int:
         pad = self.tokenizer.pad_token_id
         return stops[0] if pad is None else int(pad)
 
     def _refuse_overlong(self, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
         context = context_of(self.model)
-        longest = max(len(ids) for ids in prompts)
+        longest = max((len(ids) for ids in prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(too_long("longest", longest, max_new_tokens, context))
+
+
+@dataclass(frozen=True)
+class VllmSampler:
+    """A vLLM engine in this process. ``logprobs``: the engine's own, which must be finite (``EngineFault``)."""
+
+    engine: GroupedEngine
+    stop_token_ids: Sequence[int]
+    logprobs: bool = False
+
+    def __call__(
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
+    ) -> list[list[Completion]]:
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                n=n,
+                temperature=temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                max_tokens=max_new_tokens,
+                seed=None
+                if seed is None
+                else seed + place * n,  # sample k of a request is given seed + k: none share one
+                stop_token_ids=list(self.stop_token_ids),
+                logprobs=0 if self.logprobs else None,
+            )
+            for place in range(len(prompts))
+        ]
+        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs = self.engine.llm.generate(asked, parameters, use_tqdm=False)
+        check_logprobs(outputs)
+        return [[_of_engine(one) for one in sorted(output.outputs, key=lambda one: one.index)] for output in outputs]
+
+
+def _of_engine(written: Any) -> Completion:
+    ids, logprobs = list(written.token_ids), None
+    if written.logprobs is not None:
+        logprobs = [entries[token].logprob for token, entries in zip(ids, written.logprobs, strict=True)]
+    return Completion(ids, written.finish_reason == "stop", logprobs)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Ragged rows -> (ids [B, T], attention mask [B, T]), padded on the left."""
+    import torch
+
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
+    """The ids up to and with the first end-of-text token; the padding behind it is not the model's."""
+    for position, token in enumerate(ids):
+        if token in eos_ids:
+            return list(ids[: position + 1])
+    return list(ids)
 
 
 def context_of(model: PreTrainedModel) -> int | None:
@@ -228,48 +293,3 @@ def plain_generation_config(temperature: float, max_new_tokens: int, stops: list
         use_cache=True,
     )
     return made
-
-
-@dataclass(frozen=True)
-class SampledIds:
-    """Token ids of a completion, the end token included; `ended` is False where the length limit cut it."""
-
-    ids: list[int]
-    ended: bool
-
-
-def engine_samples(
-    engine: GroupedEngine,
-    prompts: Sequence[Sequence[int]],
-    *,
-    n: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    stop_token_ids: Sequence[int],
-) -> list[list[SampledIds]]:
-    """Pure sampling (no top-k, top-p or penalty) at `temperature`; 0 is greedy. In the prompts' order."""
-    from vllm import SamplingParams
-
-    parameters = [
-        SamplingParams(
-            n=n,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            max_tokens=max_new_tokens,
-            seed=seed + place * n,  # vLLM gives sample k of a request seed + k: no two samples share one
-            stop_token_ids=list(stop_token_ids),
-        )
-        for place in range(len(prompts))
-    ]
-    outputs = engine.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], parameters, use_tqdm=False)
-    return [
-        [
-            SampledIds(list(completion.token_ids), completion.finish_reason == "stop")
-            for completion in sorted(output.outputs, key=lambda completion: completion.index)
-        ]
-        for output in outputs
-    ]

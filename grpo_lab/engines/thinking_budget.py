@@ -4,7 +4,7 @@ Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fu
 model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry no
 loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
-Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is:
+Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is (`continued` makes one of a `Sampler`):
 
     1. every prompt, at most `budget` tokens.
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the
@@ -26,13 +26,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lab.engines.sampler import Completion, Sampler
+
 QWEN3_STOP_TEXT = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     "</think>\n\n"
 )
 
-# (prompts, most new tokens per prompt) -> (completions, their log-probs or None where the engine gives none)
-Generate = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]]
+Continue = Callable[[list[list[int]], int], list[Completion]]
+"""``(prompts, most new tokens) ->`` one completion a prompt, in the prompts' order."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,18 @@ class ThinkingBudget:
         return self.thinks(prompt_ids) and not self.is_finished(head, self.budget) and not self.has_closed(head)
 
 
+def continued(sampler: Sampler, temperature: float = 1.0) -> Continue:
+    """What ``budgeted_generate`` calls, by any sampler; it goes on with the process' random numbers."""
+
+    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
+        groups = sampler(prompt_ids, n=1, temperature=temperature, max_new_tokens=max_new_tokens, seed=None)
+        return [completion for (completion,) in groups]
+
+    return generate
+
+
 def budgeted_generate(
-    prompt_ids: Sequence[Sequence[int]], generate: Generate, settings: ThinkingBudget, *, in_step: bool = False
+    prompt_ids: Sequence[Sequence[int]], generate: Continue, settings: ThinkingBudget, *, in_step: bool = False
 ) -> list[BudgetedCompletion]:
     """Complete every prompt under the budget: one call of `generate` for the first phase, at most two for the second.
 
@@ -138,69 +150,44 @@ def budgeted_generate(
     also for no rows: ranks that generate together must call together, and which rows go on differs between them.
     """
     prompts = [list(ids) for ids in prompt_ids]
-    first, first_logprobs = _first_phase(prompts, generate, settings, in_step)
-    cut = [settings.must_cut(prompt, ids) for prompt, ids in zip(prompts, first, strict=True)]
-    kept = [ids + list(settings.stop_ids) if is_cut else ids for ids, is_cut in zip(first, cut, strict=True)]
-    going_on = [row for row, ids in enumerate(first) if not settings.is_finished(ids, settings.budget)]
-    second, second_logprobs = _second_phase(prompts, kept, going_on, generate, settings, in_step)
-
-    completions = []
-    for row, ids in enumerate(first):
-        inserted = len(settings.stop_ids) if cut[row] else 0
-        tail = second.get(row, [])
-        logprobs = None
-        if first_logprobs is not None and second_logprobs is not None:
-            logprobs = first_logprobs[row] + [math.nan] * inserted + second_logprobs.get(row, [])
-        mask = [1] * len(ids) + [0] * inserted + [1] * len(tail)
-        completions.append(BudgetedCompletion(kept[row] + tail, logprobs, mask))
-    return completions
-
-
-def _first_phase(
-    prompts: list[list[int]], generate: Generate, settings: ThinkingBudget, in_step: bool
-) -> tuple[list[list[int]], list[list[float]] | None]:
-    """At most `budget` tokens for each prompt; nothing is generated under a budget of 0."""
-    if settings.budget == 0 or not (prompts or in_step):
-        return [[] for _ in prompts], [[] for _ in prompts]
-    ids, logprobs = generate(prompts, settings.budget)
-    _check_lengths(ids, logprobs, len(prompts), settings.budget)
-    return ids, logprobs
+    nothing = Completion([], ended=False, logprobs=[])
+    first = [nothing] * len(prompts)
+    if settings.budget > 0 and (prompts or in_step):
+        first = _checked(generate(prompts, settings.budget), len(prompts), settings.budget)
+    cut = [settings.must_cut(prompt, one.ids) for prompt, one in zip(prompts, first, strict=True)]
+    stop = list(settings.stop_ids)
+    kept = [one.ids + stop if is_cut else one.ids for one, is_cut in zip(first, cut, strict=True)]
+    going_on = [row for row, one in enumerate(first) if not settings.is_finished(one.ids, settings.budget)]
+    tails = dict.fromkeys(range(len(prompts)), nothing)
+    for room in (settings.answer_room, settings.answer_room + len(stop)):  # rows that were cut, and the others
+        rows = [row for row in going_on if settings.max_completion_length - len(kept[row]) == room]
+        if rows or in_step:
+            found = generate([prompts[row] + kept[row] for row in rows], room)
+            tails.update(zip(rows, _checked(found, len(rows), room), strict=True))
+    return [
+        _joined(one, stop if is_cut else [], tails[row])
+        for row, (one, is_cut) in enumerate(zip(first, cut, strict=True))
+    ]
 
 
-def _second_phase(
-    prompts: list[list[int]],
-    kept: list[list[int]],
-    rows: list[int],
-    generate: Generate,
-    settings: ThinkingBudget,
-    in_step: bool,
-) -> tuple[dict[int, list[int]], dict[int, list[float]] | None]:
-    """Continue the unfinished rows, each within what it has left: a call for the cut rows and one for the others."""
-    ids_by_row: dict[int, list[int]] = {}
-    logprobs_by_row: dict[int, list[float]] | None = {}
-    for room in (settings.answer_room, settings.answer_room + len(settings.stop_ids)):
-        chosen = [row for row in rows if settings.max_completion_length - len(kept[row]) == room]
-        if not (chosen or in_step):
-            continue
-        ids, logprobs = generate([prompts[row] + kept[row] for row in chosen], room)
-        _check_lengths(ids, logprobs, len(chosen), room)
-        ids_by_row.update(zip(chosen, ids, strict=True))
-        if logprobs is None or logprobs_by_row is None:
-            logprobs_by_row = None
-        else:
-            logprobs_by_row.update(zip(chosen, logprobs, strict=True))
-    return ids_by_row, logprobs_by_row
+def _joined(head: Completion, inserted: list[int], tail: Completion) -> BudgetedCompletion:
+    logprobs = None
+    if head.logprobs is not None and tail.logprobs is not None:
+        logprobs = head.logprobs + [math.nan] * len(inserted) + tail.logprobs
+    mask = [1] * len(head.ids) + [0] * len(inserted) + [1] * len(tail.ids)
+    return BudgetedCompletion(head.ids + inserted + tail.ids, logprobs, mask)
 
 
-def _check_lengths(ids: list[list[int]], logprobs: list[list[float]] | None, rows: int, limit: int) -> None:
+def _checked(found: list[Completion], rows: int, limit: int) -> list[Completion]:
     """ValueError where an engine answers with another number of rows or tokens than it was asked for."""
-    if len(ids) != rows or (logprobs is not None and len(logprobs) != rows):
-        raise ValueError(f"the engine returned {len(ids)} completions for {rows} prompts")
-    for row, completion in enumerate(ids):
-        if len(completion) > limit:
-            raise ValueError(f"completion {row} has {len(completion)} tokens; the engine was asked for {limit}")
-        if logprobs is not None and len(logprobs[row]) != len(completion):
-            raise ValueError(f"completion {row}: {len(completion)} tokens, {len(logprobs[row])} log-probs")
+    if len(found) != rows:
+        raise ValueError(f"the engine returned {len(found)} completions for {rows} prompts")
+    for row, one in enumerate(found):
+        if len(one.ids) > limit:
+            raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")
+        if one.logprobs is not None and len(one.logprobs) != len(one.ids):
+            raise ValueError(f"completion {row}: {len(one.ids)} tokens, {len(one.logprobs)} log-probs")
+    return found
 
 
 def inserted_mask(prompt_ids: Sequence[int], ids: Sequence[int], settings: ThinkingBudget) -> list[int]:

@@ -1,6 +1,6 @@
 """How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML reports."""
 
-from grpo_lab.engines.sampler import Completion, Generate, TransformersGenerator
+from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.report import write_report
@@ -18,10 +18,10 @@ __all__ = [
     "Completion",
     "EvaluationResult",
     "EvaluationStopped",
-    "Generate",
     "Interval",
     "Outcome",
-    "TransformersGenerator",
+    "Sampler",
+    "TransformersSampler",
     "evaluate",
     "headline",
     "majority_at_k",

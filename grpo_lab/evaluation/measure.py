@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.sampler import (
     Completion,
-    Generate,
     GenerationStopped,
     RenderedPrompt,
-    TransformersGenerator,
+    Sampler,
+    TransformersSampler,
     context_of,
     in_form_of,
     render_prompt,
@@ -59,7 +59,7 @@ def evaluate(
     temperature: float = 1.0,
     seed: int = 0,
     progress: bool = True,
-    generate: Generate | None = None,
+    generate: Sampler | None = None,
     answer: ReadAnswer | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> EvaluationResult:
@@ -69,7 +69,7 @@ def evaluate(
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k. Default: as `AccuracyReward` reads it if that is
               the reward; for any other reward maj@k is left out unless ``answer`` is given
-    generate  makes the completions instead of ``model`` (which may then be None): see :class:`Generate`
+    generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
     (`prompts_too_long`). Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random
@@ -91,12 +91,13 @@ def evaluate(
     settings["reward"] = getattr(reward, "__name__", type(reward).__name__)
     settings["answers_read"] = read_answer is not None
     settings["prompts_too_long"] = len(problems) - len(asked)
-    return _measured(asked, generate, reward, read_answer, settings, started)
+    return _measured(asked, generate, tokenizer, reward, read_answer, settings, started)
 
 
 def _measured(
     asked: list[_Asked],
-    generate: Generate,
+    generate: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
     reward: Reward,
     read_answer: ReadAnswer | None,
     settings: dict[str, Any],
@@ -116,7 +117,7 @@ def _measured(
             written = stop.completions
             ready = sum(completion is not None for group in written for completion in group)
             stopped = f"after {ready:,} of {len(asked) * n:,} {kind} answers, the longest prompts first"
-        outcomes += _grade(kind, asked, written, reward, read_answer)
+        outcomes += _grade(kind, asked, written, tokenizer, reward, read_answer)
         seconds = time.perf_counter() - started
         if stopped:
             stopped_settings = {**settings, "stopped": stopped}
@@ -132,10 +133,10 @@ def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]
 
 def _generator(
     model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
-) -> Generate:
+) -> Sampler:
     if model is None:
         raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-    return TransformersGenerator(model, tokenizer, batch_size, progress)
+    return TransformersSampler(model, tokenizer, batch_size, progress)
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
@@ -153,16 +154,17 @@ def _grade(
     kind: Kind,
     asked: Sequence[_Asked],
     written: Sequence[Sequence[Completion | None]],
+    tokenizer: PreTrainedTokenizerBase,
     reward: Reward,
     read_answer: ReadAnswer | None,
 ) -> list[Outcome]:
     answers = [
-        (one, sample, completion)
+        (one, sample, completion, str(tokenizer.decode(completion.ids, skip_special_tokens=True)))
         for one, group in zip(asked, written, strict=True)
         for sample, completion in enumerate(group)
         if completion is not None
     ]
-    scores = _scores(reward, [(one.row, completion.text) for one, _, completion in answers]) if answers else []
+    scores = _scores(reward, [(one.row, text) for one, _, _, text in answers]) if answers else []
     return [
         Outcome(
             problem=one.index,
@@ -171,13 +173,13 @@ def _grade(
             question=_question(one.row["prompt"]),
             prompt=one.prompt.text,
             solution=as_text(one.row.get("solution")),
-            completion=completion.text,
-            tokens=completion.tokens,
-            truncated=completion.truncated,
+            completion=text,
+            tokens=len(completion.ids),
+            truncated=not completion.ended,
             score=score,
-            answer=read_answer(completion.text) if read_answer is not None else None,
+            answer=read_answer(text) if read_answer is not None else None,
         )
-        for (one, sample, completion), score in zip(answers, scores, strict=True)
+        for (one, sample, completion, text), score in zip(answers, scores, strict=True)
     ]
 
 

@@ -25,7 +25,8 @@ class LiteralRow:
     """The tokens of one completion that carry loss, in order.
 
     Args:
-        logps, old_logps: log-probs in nats, one a token.
+        logps: log-probs in nats, one a token.
+        old_logps: those that the ratio is taken against.
         log_ratios: log of the importance ratio at the objective's level, one a token.
         advantage: of the completion.
     """

@@ -11,7 +11,10 @@ from typing import Any
 from grpo_lab.curation import Written
 from grpo_lab.engines.sampler import (
     Completion,
-    TransformersGenerator,
+    Sampler,
+    TransformersSampler,
+    VllmSampler,
+    context_of,
     in_form_of,
     render_prompt,
     stop_token_ids,
@@ -71,8 +74,9 @@ class ModelSampler:
         else:
             from grpo_lab.pipelines.saved_model import load_saved_model
 
-            self.model, self.tokenizer = load_saved_model(model, settings.use_cpu)
-            self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            loaded, self.tokenizer = load_saved_model(model, settings.use_cpu)
+            self.context = context_of(loaded)
+            self.sampler: Sampler = TransformersSampler(loaded, self.tokenizer, settings.batch_size, progress=False)
 
     def _start_vllm(self, model: str) -> None:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -85,13 +89,13 @@ class ModelSampler:
             config: Any = AutoConfig.from_pretrained(model)
         options = EngineOptions.from_mapping(self.settings.engine)
         start = engine_factory(options, trainer_dtype=getattr(config, "dtype", None))
-        self.model = start(model=model, seed=self.settings.seed)
-        self.context = self.model.llm.llm_engine.model_config.max_model_len
+        engine = start(model=model, seed=self.settings.seed)
+        self.context = engine.llm.llm_engine.model_config.max_model_len
         try:
             generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
         except OSError:  # the folder has none
             generation = None
-        self._stops = stop_token_ids(generation, self.tokenizer)
+        self.sampler = VllmSampler(engine, stop_token_ids(generation, self.tokenizer))
 
     def __call__(
         self,
@@ -115,36 +119,25 @@ class ModelSampler:
         """The same, each completion with whether the limit of tokens cut it."""
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         limit = max_new_tokens or self.settings.max_completion_length
-        groups = self._samples(ids, n, limit, _seed(self.settings.seed, ids))
+        groups: list[list[Completion]] = self.sampler(
+            ids,
+            n=n,
+            temperature=self.settings.temperature,
+            max_new_tokens=limit,
+            seed=_seed(self.settings.seed, ids),
+        )
         self.made += sum(len(group) for group in groups)
         if max_new_tokens is None:
             self.full_length += sum(len(group) for group in groups)
-            self.cut += sum(completion.truncated for group in groups for completion in group)
+            self.cut += sum(not completion.ended for group in groups for completion in group)
         return [
-            [Written(in_form_of(prompt, completion.text), completion.truncated) for completion in group]
+            [Written(in_form_of(prompt, self._text(completion.ids)), not completion.ended) for completion in group]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
     def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
         return render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids
-
-    def _samples(self, ids: list[list[int]], n: int, limit: int, seed: int) -> list[list[Completion]]:
-        if not self.settings.use_vllm:
-            generate = TransformersGenerator(self.model, self.tokenizer, self.settings.batch_size, progress=False)
-            return generate(ids, n=n, temperature=self.settings.temperature, max_new_tokens=limit, seed=seed)
-        from grpo_lab.engines.sampler import engine_samples
-
-        sampled = engine_samples(
-            self.model,
-            ids,
-            n=n,
-            temperature=self.settings.temperature,
-            max_new_tokens=limit,
-            seed=seed,
-            stop_token_ids=self._stops,
-        )
-        return [[Completion(self._text(one.ids), len(one.ids), not one.ended) for one in group] for group in sampled]
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -8,29 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "AccuracyReward": "math.accuracy",
-    "BoxedReward": "math.published",
-    "CodeReward": "code",
-    "CoinReward": "coin",
-    "CountdownReward": "countdown",
-    "HashesReward": "math.published",
-    "ThinkFormatReward": "format",
-    "KimiLengthReward": "length",
-    "kimi_length_reward": "length",
-    "LanguageConsistencyReward": "language.reward",
-    "GroupReward": "protocol",
-    "group_reward": "group",
-    "EquationSteps": "arithmetic.steps",
-    "ProofReward": "proof",
-    "SplitStepReward": "steps",
-    "SortingReward": "sorting",
-    "StepReward": "steps",
-    "TokenClassificationSteps": "token_classification",
-    "step_reward": "steps",
-    "steps_as_outcome": "steps",
-    "worked_out": "arithmetic.steps",
+_MODULES = {
+    "arithmetic.steps": "EquationSteps worked_out",
+    "code": "CodeReward",
+    "coin": "CoinReward",
+    "countdown": "CountdownReward",
+    "format": "ThinkFormatReward",
+    "language.reward": "LanguageConsistencyReward",
+    "length": "KimiLengthReward kimi_length_reward",
+    "math.accuracy": "AccuracyReward",
+    "math.published": "BoxedReward HashesReward",
+    "proof": "ProofReward",
+    "protocol": "GroupReward group_reward",
+    "sorting": "SortingReward",
+    "steps": "SplitStepReward StepReward step_reward steps_as_outcome",
+    "token_classification": "TokenClassificationSteps",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "AccuracyReward",
@@ -62,13 +56,12 @@ if TYPE_CHECKING:
     from grpo_lab.rewards.coin import CoinReward
     from grpo_lab.rewards.countdown import CountdownReward
     from grpo_lab.rewards.format import ThinkFormatReward
-    from grpo_lab.rewards.group import group_reward
     from grpo_lab.rewards.language.reward import LanguageConsistencyReward
     from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
     from grpo_lab.rewards.math.accuracy import AccuracyReward
     from grpo_lab.rewards.math.published import BoxedReward, HashesReward
     from grpo_lab.rewards.proof import ProofReward
-    from grpo_lab.rewards.protocol import GroupReward
+    from grpo_lab.rewards.protocol import GroupReward, group_reward
     from grpo_lab.rewards.sorting import SortingReward
     from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
     from grpo_lab.rewards.token_classification import TokenClassificationSteps

@@ -9,7 +9,7 @@ Idea: a reward that only a working program earns (HumanEval, arXiv 2107.03374; M
 their own, and the program in another one behind walls, which is asked for values and answers with data.
 docs/algorithms/code_reward.md says what that protects from and what not.
 
-The gold of a coding task: what data sets write in a column of tests, as one of three kinds.
+The column of tests holds one of three kinds, as data sets write them:
 
     assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such lines, or
                  {"functional": text} (LeetCode in rllm and code-r1)
@@ -29,8 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.program_text import program_text
+from grpo_lab.rewards.completion import completion_text, program_text
 from grpo_lab.sandbox.client import CodeJudge, Tests, Trial, packed_calls
 
 _INPUT, _OUTPUT, _FUNCTION = ("input", "inputs"), ("output", "outputs"), ("fn_name", "func_name")
@@ -159,7 +158,7 @@ class CodeReward:
         wall_s: seconds on the clock for one completion and all its tests. A verdict comes at most a second later.
         memory_bytes: address space of the program.
         workers: completions judged at once; None: one a core, shared among the ranks of this machine.
-        walls: what must stand between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the machine gives,
+        walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the machine gives,
             said in the log when a training starts, else at first use.
 
     ``counts`` tallies ``passed``, ``failed``, ``limit`` and ``unusable`` since construction.
@@ -244,7 +243,8 @@ class CodeReward:
         found = self._judge.judge(list(wanted.values()), stop_early=self.score == "all")
         verdicts = dict(zip(wanted, found, strict=True))
         trials = [verdicts[key] if isinstance(gold, Tests) else gold for key, gold in zip(keys, golds, strict=True)]
-        self.counts.update(_word(trial) for trial in trials)
+        for trial in trials:
+            self.counts[trial.end if trial.end != "done" else "passed" if trial.all_passed else "failed"] += 1
         return trials
 
     @property
@@ -253,10 +253,10 @@ class CodeReward:
         return self._judge.walls
 
     def warm_up(self) -> None:
-        """Tries the walls, says which stand, and starts the worker's imports. `LabTrainer` calls it before it loads a model.
+        """Tries the walls, says which are in force, and starts the worker's imports. `LabTrainer` calls it before it loads a model.
 
         Raises:
-            ValueError: too few walls stand here, or not those that were asked for.
+            ValueError: too few walls are in force here, or not those that were asked for.
         """
         self._say_what_is_in_force()
         self._judge.pool.warm_up()
@@ -264,15 +264,10 @@ class CodeReward:
     def _say_what_is_in_force(self) -> None:
         if not self._said:
             self._said = True
-            standing = self.in_force
-            without = {name: why for name, why in self._judge.missing.items() if name not in standing}
-            level = logging.WARNING if without else logging.INFO
-            _LOG.log(
-                level,
-                "CodeReward runs model-written programs behind: %s; not in force: %s",
-                standing,
-                without or "nothing",
-            )
+            walls = self.in_force
+            without = {name: why for name, why in self._judge.missing.items() if name not in walls}
+            said = "CodeReward runs model-written programs behind: %s; not in force: %s"
+            _LOG.log(logging.WARNING if without else logging.INFO, said, walls, without or "nothing")
 
     def _paid(self, trial: Trial) -> float | None:
         if trial.end == "unusable":
@@ -291,7 +286,3 @@ def _tests_or_why(value: Any, entry_point: str | None) -> Tests | Trial:
         return read_tests(value, entry_point)
     except ValueError as error:
         return Trial(0, 0, "unusable", str(error))
-
-
-def _word(trial: Trial) -> str:
-    return trial.end if trial.end != "done" else "passed" if trial.all_passed else "failed"

@@ -2,7 +2,7 @@
 
 Idea: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer: its family has seen the problems (arXiv
 2507.10532), and clipping favours what the model does anyway (arXiv 2506.10947). A gain that a coin gives too is not the
-reward's. Train the control with everything else as in the run it stands beside, and report both.
+reward's. Train the control with everything else as in the run it is compared with, and report both.
 
 Not a reward to train a model with.
 """

@@ -2,8 +2,8 @@
 
     reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
 
-The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression is read by a parser of its
-own into exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the last ``<answer>``, else the last
+The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression is read into
+exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the last ``<answer>``, else the last
 fenced block, else the last line: ``(3 + 5) * 4``, or ``(3 + 5) * 4 = 32``.
 """
 
@@ -13,10 +13,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
-from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.program_text import answer_block
+from grpo_lab.rewards.arithmetic.equations import NotArithmetic, value_of
+from grpo_lab.rewards.completion import RowReward, answer_block
 
 MOST_CHARACTERS, MOST_DEPTH, MOST_DIGITS = 500, 50, 18
 _TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*/()]))")
@@ -25,59 +26,6 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/",
 
 class NoExpression(ValueError):
     """The text is no expression of whole numbers, ``+ - * /`` and brackets, or has no value."""
-
-
-class _Reader:
-    """Recursive descent over the tokens; no sign before a number, since the game has none."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > MOST_CHARACTERS:
-            raise NoExpression(f"longer than {MOST_CHARACTERS} characters")
-        self.tokens = _tokens(text)
-        self.place = 0
-        self.numbers: list[int] = []
-
-    def _peek(self) -> str:
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
-
-    def _next(self) -> str:
-        token = self._peek()
-        self.place += 1
-        return token
-
-    def whole(self) -> Fraction:
-        value = self._sum(0)
-        if self._peek():
-            raise NoExpression(f"{self._peek()!r} is left over")
-        return value
-
-    def _sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self._peek() in ("+", "-"):
-            plus, term = self._next() == "+", self._product(depth)
-            value = value + term if plus else value - term
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._atom(depth)
-        while self._peek() in ("*", "/"):
-            times, factor = self._next() == "*", self._atom(depth)
-            if not times and not factor:
-                raise NoExpression("a division by zero")
-            value = value * factor if times else value / factor
-        return value
-
-    def _atom(self, depth: int) -> Fraction:
-        token = self._next()
-        if token.isdigit():
-            self.numbers.append(int(token))
-            return Fraction(int(token))
-        if token != "(" or depth >= MOST_DEPTH:
-            raise NoExpression(f"{token!r} where a number or a bracket is needed (brackets: {MOST_DEPTH} deep at most)")
-        value = self._sum(depth + 1)
-        if self._next() != ")":
-            raise NoExpression("a bracket is not closed")
-        return value
 
 
 def _tokens(text: str) -> list[str]:
@@ -93,9 +41,21 @@ def _tokens(text: str) -> list[str]:
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value, and the numbers in order. ``NoExpression`` for anything else than an expression."""
-    reader = _Reader(expression)
-    return reader.whole(), reader.numbers
+    """The exact value, and the numbers in order. ``NoExpression`` for anything else than an expression.
+
+    No sign before a number, since the game has none, and no product without its sign.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise NoExpression(f"longer than {MOST_CHARACTERS} characters")
+    tokens, depth = _tokens(expression), 0
+    for before, token in pairwise(["(", *tokens]):
+        depth += (token == "(") - (token == ")")
+        if depth > MOST_DEPTH or (token.isdigit() or token == "(") == (before.isdigit() or before == ")"):
+            raise NoExpression(f"{token!r} after {before!r}, or brackets deeper than {MOST_DEPTH}")
+    try:
+        return value_of(" ".join(tokens)), [int(token) for token in tokens if token.isdigit()]
+    except NotArithmetic as error:
+        raise NoExpression(str(error)) from None
 
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
@@ -115,10 +75,13 @@ def _stated(text: str) -> Fraction:
     return -value_and_numbers(said[1:])[0] if said.startswith("-") else value_and_numbers(said)[0]
 
 
-class CountdownReward:
-    """1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0."""
+class CountdownReward(RowReward):
+    """1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0.
 
-    columns = ("numbers", "target")  # what `LabTrainer` looks for in the data set before anything is loaded
+    None where a row has no numbers or no target, or one that is not whole.
+    """
+
+    columns = ("numbers", "target")
 
     def __init__(self) -> None:
         self.__name__ = "countdown_reward"  # TRL names its metrics after this
@@ -126,34 +89,15 @@ class CountdownReward:
     def __repr__(self) -> str:
         return "CountdownReward()"
 
-    def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] | None = None,
-        numbers: Sequence[Sequence[int]] | None = None,
-        target: Sequence[int] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Rewards in order; None where a row has no numbers or no target, or one that is not whole."""
-        if completions is None or numbers is None or target is None:
-            raise ValueError("CountdownReward needs completions=[...] and the columns 'numbers' and 'target'")
-        if not len(completions) == len(numbers) == len(target):
-            raise ValueError(
-                f"got {len(completions)} completions, {len(numbers)} rows of numbers and {len(target)} targets; they must be one to one"
-            )
-        return [
-            self._score(completion_text(text), row, goal)
-            for text, row, goal in zip(completions, numbers, target, strict=True)
-        ]
-
-    def _score(self, text: str, numbers: Sequence[int], target: int | None) -> float | None:
+    def score(self, text: str, *row: Any) -> float | None:
+        numbers, target = row
         if not numbers or target is None:
             return None
         try:
             given, goal = [_whole(x) for x in numbers], _whole(target)
         except (TypeError, ValueError, ArithmeticError):
             return None
-        return float(reaches(_last_line(answer_block(text)), given, goal))
+        return float(reaches(answer_block(text).strip().rpartition("\n")[2], given, goal))
 
 
 def _whole(value: Any) -> int:
@@ -162,10 +106,3 @@ def _whole(value: Any) -> int:
     if exact.denominator != 1:
         raise ValueError(value)
     return int(exact)
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
-
-
-__all__ = ["CountdownReward", "NoExpression", "reaches", "value_and_numbers"]

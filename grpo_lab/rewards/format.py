@@ -5,7 +5,7 @@ Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 
     form="think_answer"   <think> reasoning </think> <answer> answer </answer>
     form="think"          <think> reasoning </think> answer
 
-Each tag stands exactly once, in this order; white space is allowed around and between; both parts hold more than white
+Each tag occurs exactly once, in this order; white space is allowed around and between; both parts hold more than white
 space. How we differ: TRL's `think_format_reward` knows the second layout only and accepts empty parts.
 """
 

@@ -10,7 +10,7 @@ arXiv 2501.12599, section 2.3.3 "Length penalty". It is added to the task reward
 slow early training down, the paper trains without it first and with a constant weight afterwards.
 
 The paper leaves open, so ours: the weight (no default here), the length of the warm-up, what a truncated sample counts
-as, and what happens to a sample whose correctness cannot be told. How public code departs from the formula: min and max
+as, and what happens to a sample whose correctness is not known. How public code departs from the formula: min and max
 over all prompts of a batch, lengths in characters, or half a group per rank; ``docs/algorithms/kimi_length_reward.md``.
 """
 
@@ -23,8 +23,6 @@ from typing import Any, Literal, cast
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
 from grpo_lab.verifiers.verdict import CORRECT_FROM
-
-__all__ = ["KimiLengthReward", "kimi_length_reward"]
 
 Truncated = Literal["as_is", "wrong", "exclude"]
 _TRUNCATED = ("as_is", "wrong", "exclude")

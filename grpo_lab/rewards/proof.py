@@ -2,7 +2,7 @@
 
     reward = 1[every line follows by its rule, and the last is the goal under no assumption]
 
-The checker is small, kept here and knows one format (``natural_deduction``). A proof can be checked where an answer cannot: there is nothing to
+The checker is small, kept here and knows one format (``verifiers.logic``). A proof can be checked where an answer cannot: there is nothing to
 guess, and as many right texts as there are proofs. Read is the inside of the last ``<answer>``, else the last fenced block, else the text
 from its last line ``1.`` on, to the first line that is no line of a proof.
 """
@@ -10,11 +10,9 @@ from its last line ``1.`` on, to the first line that is no line of a proof.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.program_text import answer_block
+from grpo_lab.rewards.completion import RowReward, answer_block
 from grpo_lab.verifiers.logic import Formula, NoFormula, NotAProof, check, read
 
 _FIRST, _NUMBERED = re.compile(r"^\s*1[.):]"), re.compile(r"^\s*[0-9]{1,4}[.):]")
@@ -50,10 +48,10 @@ def _proof_lines(text: str) -> str:
     return "\n".join(taken)
 
 
-class ProofReward:
-    """1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``), else 0.0."""
+class ProofReward(RowReward):
+    """1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``), else 0.0; None where a row's sequent is none."""
 
-    columns = ("sequent",)  # what `LabTrainer` looks for in the data set before anything is loaded
+    columns = ("sequent",)
 
     def __init__(self) -> None:
         self.__name__ = "proof_reward"  # TRL names its metrics after this
@@ -61,25 +59,9 @@ class ProofReward:
     def __repr__(self) -> str:
         return "ProofReward()"
 
-    def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] | None = None,
-        sequent: Sequence[str | None] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Rewards in order; None where a row's sequent is none."""
-        if completions is None or sequent is None:
-            raise ValueError("ProofReward needs completions=[...] and the sequents in the column 'sequent'")
-        if len(completions) != len(sequent):
-            raise ValueError(f"got {len(completions)} completions and {len(sequent)} sequents; they must be one to one")
-        return [self._score(completion_text(text), goal) for text, goal in zip(completions, sequent, strict=True)]
-
-    def _score(self, text: str, sequent: str | None) -> float | None:
+    def score(self, text: str, *row: Any) -> float | None:
+        (sequent,) = row
         try:
             return float(why_not(text, sequent if isinstance(sequent, str) else "") == "")
         except NoFormula:
             return None
-
-
-__all__ = ["ProofReward", "read_sequent", "why_not"]

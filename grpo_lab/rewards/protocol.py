@@ -2,7 +2,7 @@
 
 TRL calls every reward on each rank's *local* rows and gathers the numbers afterwards. A reward that compares the samples
 of one group (Kimi's length reward: shortest and longest of the group) is then computed on half a group wherever a group
-straddles ranks, and nobody is told. Here a reward states what it needs:
+straddles ranks, and nobody notices. Here a reward states what it needs:
 
 * ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
 * ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
@@ -16,12 +16,9 @@ A team writes one in five lines::
         best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
         return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
 
-In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts and refuses
-with the reason where these cannot be whole groups. Source: ours (asked for in trl #3896).
-
-What a group reward may be declared as: said where it is written down, and not after the first generation.
-
-Finding whole groups among the rows that one process holds, or saying why there are none.
+What cannot work is refused where the reward is written down, not after the first generation. In stock TRL the same object is an
+ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason where these cannot be whole
+groups. Source: ours (asked for in trl #3896).
 """
 
 from __future__ import annotations
@@ -30,10 +27,11 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar, Literal, cast
+from pickle import PicklingError
+from typing import Any, ClassVar, Literal, cast, overload
 
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.verifiers.verdict import checked_scores
@@ -60,7 +58,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
         processes = _processes()
         if processes > 1:
             raise ValueError(
-                f"{name} sees only this process's rows (1 of {processes}) and cannot tell whether its groups are whole. "
+                f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are whole. "
                 f"{advice}; or give {name} `num_generations`, so that it can check"
             )
         if len(lengths) > 1 or lengths == [1]:
@@ -78,7 +76,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
 
 
 def _processes() -> int:
-    """How many processes train together, as far as one of them can tell."""
+    """How many processes train together, as far as one of them knows."""
     torch_distributed = import_module("torch.distributed")
     if torch_distributed.is_available() and torch_distributed.is_initialized():
         return int(torch_distributed.get_world_size())
@@ -104,7 +102,7 @@ def check_requires(requires: Any) -> None:
 
 
 def check_decorated(score: Any) -> None:
-    """ValueError for what ``@group_reward`` cannot stand on: an ``async def``, no function, a function without a name."""
+    """ValueError for what ``@group_reward`` cannot decorate: an ``async def``, no function, a function without a name."""
     refuse_waiting(score, getattr(score, "__qualname__", repr(score)))
     if not callable(score) or not hasattr(score, "__qualname__"):
         raise ValueError(
@@ -127,7 +125,7 @@ class Group:
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL tells no reward).
+        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no reward).
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
@@ -150,12 +148,9 @@ class Group:
 
     def __post_init__(self) -> None:
         size = len(self.completions)
+        own = ("completion_ids", "lengths", "truncated", "messages", "environments")
         lists: dict[str, Sequence[Any] | None] = {
-            "completion_ids": self.completion_ids,
-            "lengths": self.lengths,
-            "truncated": self.truncated,
-            "messages": self.messages,
-            "environments": self.environments,
+            **{name: getattr(self, name) for name in own},
             **{f"rewards[{name!r}]": values for name, values in self.rewards.items()},
             **{f"columns[{name!r}]": values for name, values in self.columns.items()},
         }
@@ -296,3 +291,91 @@ def _progress(reward: GroupReward, trainer_state: Any, name: str) -> int:
             )
         return 0
     return int(getattr(trainer_state, name))
+
+
+class _FunctionReward(GroupReward):
+    """A plain function ``group -> values`` as a ``GroupReward``. Pickled by the function's address, as functions are."""
+
+    def __init__(
+        self,
+        score: Callable[[Group], Sequence[float | None]],
+        requires: tuple[str, ...] = (),
+        num_generations: int | None = None,
+        sources: Mapping[str, CompletionReward] | None = None,
+        reads_environments: bool = False,
+    ) -> None:
+        check_decorated(score)
+        super().__init__(num_generations=num_generations, sources=sources)
+        self.requires, self.reads_environments = requires, reads_environments
+        self.__name__ = score.__name__
+        self.__qualname__ = score.__qualname__
+        self.__module__ = score.__module__
+        self.__doc__ = score.__doc__
+        self._score = score
+
+    def score_group(self, group: Group) -> Sequence[float | None]:
+        for name in self.requires:
+            if name not in group.rewards:
+                group = replace(group, rewards={**group.rewards, name: self.required(name, group)})
+        return self._score(group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        address = (self.__module__, self.__qualname__)
+        try:
+            _at_address(*address)
+        except (ImportError, AttributeError) as error:
+            raise PicklingError(f"a group reward is pickled by its address, and {address} is none: {error}") from error
+        return (_restore, (*address, self.requires, self.num_generations, self.sources, self.reads_environments))
+
+
+def _at_address(module: str, qualname: str) -> Any:
+    found: Any = import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _restore(module: str, qualname: str, *settings: Any) -> GroupReward:
+    found = _at_address(module, qualname)
+    # After ``@group_reward`` the address holds the reward itself; after ``r = group_reward(f)`` it still holds ``f``.
+    return found if isinstance(found, GroupReward) else _FunctionReward(found, *settings)
+
+
+@overload
+def group_reward(score: Callable[[Group], Sequence[float | None]], /) -> GroupReward: ...
+
+
+@overload
+def group_reward(
+    *,
+    requires: tuple[str, ...] = ...,
+    num_generations: int | None = ...,
+    sources: Mapping[str, CompletionReward] | None = ...,
+    reads_environments: bool = ...,
+) -> Callable[[Callable[[Group], Sequence[float | None]]], GroupReward]: ...
+
+
+def group_reward(
+    score: Callable[[Group], Sequence[float | None]] | None = None,
+    /,
+    *,
+    requires: tuple[str, ...] = (),
+    num_generations: int | None = None,
+    sources: Mapping[str, CompletionReward] | None = None,
+    reads_environments: bool = False,
+) -> Any:
+    """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
+
+    With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
+    the function reads from ``group.rewards``; ``reads_environments`` gives it ``group.environments``. ValueError for an
+    ``async def``, and for what is no function with a name.
+    """
+    check_requires(requires)
+    make = partial(
+        _FunctionReward,
+        requires=tuple(requires),
+        num_generations=num_generations,
+        sources=sources,
+        reads_environments=reads_environments,
+    )
+    return make if score is None else make(score)

@@ -30,8 +30,6 @@ from typing import Any, ClassVar
 
 from grpo_lab.settings import did_you_mean, refuse_unknown
 
-__all__ = ["Constant", "Cosine", "Linear", "Piecewise", "Schedule", "Warmup", "schedule_from", "weight_in_words"]
-
 
 @dataclass(frozen=True)
 class Schedule:

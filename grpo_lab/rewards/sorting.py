@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import RowReward
 
 _INTEGER = re.compile(r"-?[0-9]+")
 #: Python reads no longer one; beyond it a number is in order and equals none
@@ -61,8 +61,8 @@ KINDS: dict[str, Callable[[list[int], Sequence[float]], float]] = {
 }
 
 
-class SortingReward:
-    """Reads the integers of a completion in order; fewer or more than the prompt's L earn 0.
+class SortingReward(RowReward):
+    """Reads the integers of a completion in order; fewer or more than the prompt's L earn 0, and a row without numbers None.
 
     Args:
         kind: ``distance``, ``inclusion_ordering``, ``inclusion_ordering_multiset`` or ``exact`` (the formulas above).
@@ -79,24 +79,8 @@ class SortingReward:
     def __repr__(self) -> str:
         return f"SortingReward({self.kind!r})"
 
-    def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] | None = None,
-        numbers: Sequence[Sequence[int]] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Rewards in order; None where a row has no numbers to sort."""
-        if completions is None or numbers is None:
-            raise ValueError("SortingReward needs completions=[...] and the prompts' integers in the column 'numbers'")
-        if len(completions) != len(numbers):
-            raise ValueError(
-                f"got {len(completions)} completions and {len(numbers)} rows of numbers; they must be one to one"
-            )
-        return [self._score(completion_text(text), row) for text, row in zip(completions, numbers, strict=True)]
-
-    def _score(self, text: str, row: Sequence[int]) -> float | None:
-        wanted = _integers(row)
+    def score(self, text: str, *row: Any) -> float | None:
+        wanted = _integers(row[0])
         if not wanted:
             return None
         found = _INTEGER.findall(text)
@@ -115,6 +99,3 @@ def _integers(row: Any) -> list[int]:
         pass
     kind = "text" if isinstance(row, str) else type(row).__name__
     raise ValueError(f"`numbers` holds the {kind} {row!r:.200}; it must be a list of integers")
-
-
-__all__ = ["KINDS", "SortingReward"]

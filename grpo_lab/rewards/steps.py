@@ -7,12 +7,10 @@ A step reward is called like any other reward and answers with a list per comple
         return [[(end, float(end < 200)) for end in …] for ids in completion_ids]
 
 ``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite number, or
-``None`` where the step cannot be scored. An empty list: no step of the completion was scored. ``advantage: process`` makes
-advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
+``None`` where the step cannot be scored. An empty list: no step of the completion was scored. Another form is refused, with the place.
+``advantage: process`` makes advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
 In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
-
-The form of a step reward's answer, checked: one list a completion, ends within it and ascending, scores finite or ``None``.
 """
 
 from __future__ import annotations
@@ -70,21 +68,18 @@ def checked_steps(
 
 def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
     """A list of lists, one a completion."""
-    form = f"a step reward returns [[(end_token, score), …], …], one list for each of the {count} completions"
-    if scored is None or isinstance(scored, str | Mapping) or not hasattr(scored, "__iter__"):
-        raise ValueError(f"step reward {name!r} returned {scored!r}; {form}")
-    rows = []
-    for place, row in enumerate(scored):
-        if (
-            row is None
-            or isinstance(row, str | Mapping)
-            or not hasattr(row, "__iter__")
-            or getattr(row, "ndim", 1) == 0
-        ):
-            raise ValueError(
-                f"step reward {name!r} returned {row!r} for completion {place}; {form} (an empty one where no step is scored)"
-            )
-        rows.append(list(row))
+    form = (
+        f"a step reward returns [[(end_token, score), …], …], one list for each of the {count} completions (an empty one where no step "
+        "is scored)"
+    )
+
+    def listed(value: Any, where: str) -> list[Any]:
+        plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
+        if plain or getattr(value, "ndim", 1) == 0:
+            raise ValueError(f"step reward {name!r} returned {value!r}{where}; {form}")
+        return list(value)
+
+    rows = [listed(row, f" for completion {place}") for place, row in enumerate(listed(scored, ""))]
     if len(rows) != count:
         raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {count} completions")
     return rows
@@ -188,7 +183,7 @@ def _named_in(score: Callable[..., Any]) -> Any:
 def step_reward(score: Callable[..., Any]) -> StepReward:
     """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step reward."""
     if not callable(score):
-        raise ValueError(f"@step_reward stands above a function, got {score!r}")
+        raise ValueError(f"@step_reward decorates a function, got {score!r}")
     return _FunctionStepReward(score)
 
 
@@ -230,7 +225,7 @@ def splitter(split: Splitter | str) -> Splitter:
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
     """For each end in characters the index of the token that holds the character before it.
 
-    ``to_the_end``: behind the last step stands nothing but white space, so it ends with the completion (and its end token).
+    ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
 
     Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever its
     offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly ascending.
@@ -335,7 +330,7 @@ class SplitStepReward(StepReward):
         return ends
 
     def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
-        """At the tokens where the steps end; of steps that end within one token the worst score stands."""
+        """At the tokens where the steps end; of steps that end within one token the worst score counts."""
         merged: dict[int, float | None] = {}
         to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
         for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):

@@ -1,7 +1,7 @@
 """``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
 
 The form is that of TRL's ``PRMTrainer`` and of Math-Shepherd-like models: the prompt, then each step followed by a separator, tokenized
-part by part; the label of a step stands on the last token of its separator.
+part by part; the label of a step is on the last token of its separator.
 """
 
 from __future__ import annotations
@@ -239,6 +239,3 @@ def _label(good: int | str, config: Any, source: str) -> int:
             f"`good` is {good!r}; {source} has {config.num_labels} labels: {names}. Two or more are needed, and `good` is one of them"
         )
     return index
-
-
-__all__ = ["TokenClassificationSteps"]

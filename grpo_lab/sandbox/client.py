@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
-from grpo_lab.sandbox.pool import Limits, Outcome, WorkerPool
+from grpo_lab.sandbox.pool import Limits, WorkerPool
 from grpo_lab.sandbox.wire import pack
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
@@ -26,7 +26,7 @@ Kind = Literal["assertions", "calls", "pairs"]
 
 @dataclass(frozen=True)
 class Tests:
-    """What a program is held against.
+    """What a program is tested with.
 
     Attributes:
         kind: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of ``entry_point``) or ``pairs``
@@ -70,7 +70,7 @@ class CodeJudge:
         wall_seconds: on the clock, for one program and all its tests.
         memory_bytes: address space of the program.
         workers: programs judged at once; None: one a core, shared among the ranks of this machine (``LOCAL_WORLD_SIZE``).
-        walls: the walls that must stand, no others; None: all that can. ``ValueError`` at first use where a named one cannot, or where
+        walls: the walls that must be in force, no others; None: all that can. ``ValueError`` at first use where a named one cannot, or where
             none is named and too little can.
     """
 
@@ -86,14 +86,15 @@ class CodeJudge:
         limits = Limits(
             cpu_seconds=wall_seconds, wall_seconds=wall_seconds + _LATE_S, memory_bytes=memory_bytes + _ROOM_BYTES
         )
-        self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or _one_a_core())
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or max(1, own_cores() // ranks))
         self._common = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_bytes}
         self._wanted = walls
         self._missing: dict[str, str] | None = None
 
     @property
     def missing(self) -> dict[str, str]:
-        """Wall → why it does not stand here (empty: it does). Tried out in a worker, once."""
+        """Wall → why this machine does not give it (empty: it does). Tried out in a worker, once."""
         if self._missing is None:
             self._missing = _missing_here(self._wanted is None or "namespaces" in self._wanted)
         return self._missing
@@ -103,15 +104,15 @@ class CodeJudge:
         """The walls in force, in the order of ``walls.WALLS``."""
         missing = self.missing
         if self._wanted is None:
-            standing = [name for name, why in missing.items() if not why]
+            given = [name for name, why in missing.items() if not why]
             for what, enough in _AT_LEAST.items():
-                if not enough & set(standing):
+                if not enough & set(given):
                     raise ValueError(
                         f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and this machine "
-                        f"gives {standing} ({missing}). Run it elsewhere, or name the walls that are enough for you: "
-                        f"`walls: {standing}`"
+                        f"gives {given} ({missing}). Run it elsewhere, or name the walls that are enough for you: "
+                        f"`walls: {given}`"
                     )
-            return standing
+            return given
         unknown = [name for name in self._wanted if name not in missing]
         lacking = {name: missing[name] for name in self._wanted if missing.get(name)}
         if unknown or lacking:
@@ -130,20 +131,17 @@ class CodeJudge:
             {**common, "kind": tests.kind, "program": program, "tests": tests.tests, "entry_point": tests.entry_point}
             for program, tests in trials
         ]
-        return [_trial(outcome) for outcome in self.pool.run(jobs)]
+        outcomes = self.pool.run(jobs)
+        return [Trial(**one.value) if one.status == "ok" else Trial(0, 0, "limit", one.reason) for one in outcomes]
 
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""
         self.pool.close()
 
 
-def _one_a_core() -> int:
-    return max(1, own_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """Wall → why it does not stand on this machine, with or without a view. A worker of its own tries, without this judge's limits."""
+    """Wall → why this machine does not give it, with or without a view. A worker of its own tries, without this judge's limits."""
     if sys.platform != "linux":
         raise RuntimeError(
             f"model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is {sys.platform}"
@@ -156,9 +154,3 @@ def _missing_here(view: bool) -> dict[str, str]:
     if outcome.status != "ok":
         raise RuntimeError(f"which walls this machine gives could not be tried: {outcome.reason}")
     return dict(outcome.value)
-
-
-def _trial(outcome: Outcome) -> Trial:
-    if outcome.status == "ok":
-        return Trial(**outcome.value)
-    return Trial(0, 0, "limit", outcome.reason)

@@ -1,26 +1,36 @@
-"""A process in a jail: started, waited for, ended with everything it left behind.
+"""A process in a jail, in an empty folder: started, waited for, ended with everything it left behind.
 
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
 The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed process along;
 as the reaper of orphans it also finds children that went into sessions of their own, where no namespace holds them together.
+
+A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed by descriptors,
+without recursion; no verdict is later for it than ``_PATIENCE_S``; and what is left then, or by a worker that was killed, is removed by
+the next that comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_lab.sandbox import kernel, walls
-from grpo_lab.sandbox.walls import Allowance
+from grpo_lab.sandbox.walls import Cell
 
 _CLEARING_S, _GRACE_S = 0.5, 0.7
+_PREFIX = "grpo_lab_code_"
+_PATIENCE_S, _OLD_S = 0.2, 5.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
 """Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put up."""
 
@@ -66,15 +76,13 @@ class Jailed:
             self._end(os.waitpid(self._watcher, 0)[1])
 
 
-def spawn(
-    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str
-) -> Jailed:
+def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
     """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if not kept."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
     if watcher == 0:
-        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, up, allowance, folder, os.getppid())
+        _last_resort(theirs, _watch, task, {**keep, _FAULT: theirs}, cell, os.getppid())
     os.close(theirs)
     return Jailed(watcher, fault)
 
@@ -102,20 +110,13 @@ def _stop(number: int, frame: object) -> None:
     raise _Stop
 
 
-def _watch(
-    task: Callable[[], None],
-    keep: Mapping[int, int],
-    up: frozenset[str],
-    allowance: Allowance,
-    folder: str,
-    worker: int,
-) -> None:
+def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker: int) -> None:
     os.setsid()
     _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
     job = os.getpid()
-    if "namespaces" in up:
+    if "namespaces" in cell.walls:
         walls.enter_namespaces()
     if kernel.known_machine():
         kernel.adopt_orphans()
@@ -128,14 +129,15 @@ def _watch(
         inner = os.fork()
         if inner == 0:
             os.close(mine)
-            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, up, allowance, folder, job)
+            _last_resort(_FAULT, _inside, task, {**keep, _ALIVE: alive}, cell, job)
         for fd in {*keep.values(), alive} - {0, 1, 2}:
             os.close(fd)
         status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
     except _Stop:
         status = -signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_descendants(walls.job_user(job) if "user" in up and "namespaces" not in up else None)
+    own_user = "user" in cell.walls and "namespaces" not in cell.walls
+    _end_descendants(walls.job_user(job) if own_user else None)
     sys.exit(status if status >= 0 else 128 - status)
 
 
@@ -182,12 +184,10 @@ def _below(pid: int) -> list[int]:
     return children + [one for child in children for one in _below(child)]
 
 
-def _inside(
-    task: Callable[[], None], keep: Mapping[int, int], up: frozenset[str], allowance: Allowance, folder: str, job: int
-) -> None:
+def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: int) -> None:
     os.setsid()
     _only(keep)
-    walls.put_up(up, allowance, folder, job)
+    walls.put_up(cell, job)
     if kernel.known_machine():
         kernel.die_with_parent(signal.SIGKILL)
     if select.select([_ALIVE], [], [], 0)[0]:
@@ -213,3 +213,86 @@ def _close_all_but(wanted: set[int]) -> None:
         if last < there:  # closerange(0, 0) would close all
             os.closerange(last, there)
         last = there + 1
+
+
+@contextlib.contextmanager
+def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
+    """A new one, outside of any view; removed afterwards, which may take to a moment after the ``deadline`` (monotonic seconds). Behind
+    ``namespaces`` the one inside the view."""
+    if "namespaces" in up:
+        yield walls.INSIDE
+        return
+    _remove_abandoned()
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    held = os.open(folder, _FOLDER)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it with this process
+        os.chmod(folder, 0o777 if "user" in up else 0o700)
+        yield folder
+    finally:
+        remove_folder(folder, max(deadline, time.monotonic()) + _PATIENCE_S)
+        os.close(held)
+
+
+def remove_folder(folder: str, until: float) -> bool:
+    """Whether all of ``folder`` is gone by then (monotonic seconds)."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        here = os.open(folder, _FOLDER)
+        try:
+            os.fchmod(here, 0o700)  # from now on nobody else comes in
+            while time.monotonic() < until:
+                below = _without_files(here, until)
+                if below is not None:
+                    here = _enter_folder(here, below)
+                    names.append(below)
+                elif names:
+                    here = _enter_folder(here, "..")
+                    os.rmdir(names.pop(), dir_fd=here)
+                else:
+                    os.rmdir(folder)
+                    return True
+        finally:
+            os.close(here)
+    return False
+
+
+def _without_files(here: int, until: float) -> str | None:
+    """Removes what is no folder; the name of a folder in it, None where there is none."""
+    below = None
+    with os.scandir(here) as entries:
+        for entry in entries:
+            if time.monotonic() >= until:
+                break
+            if entry.is_dir(follow_symlinks=False):
+                below = entry.name
+            else:
+                os.unlink(entry.name, dir_fd=here)
+    return below
+
+
+def _enter_folder(here: int, name: str) -> int:
+    try:
+        there = os.open(name, _FOLDER, dir_fd=here)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=here)
+        there = os.open(name, _FOLDER, dir_fd=here)
+    os.close(here)
+    if name != "..":
+        os.fchmod(there, 0o700)
+    return there
+
+
+def _remove_abandoned() -> None:
+    """Folders of this user's that no worker holds."""
+    until = time.monotonic() + _PATIENCE_S
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            held = os.open(place, _FOLDER)
+            try:
+                found = os.fstat(held)
+                if found.st_uid == os.geteuid() and time.time() - found.st_ctime > _OLD_S:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_folder(str(place), until)
+            finally:
+                os.close(held)

@@ -12,28 +12,21 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.sandbox import kernel, landlock, tester, view, walls
-from grpo_lab.sandbox.folder import empty_folder
-from grpo_lab.sandbox.jail import Jailed, spawn
-from grpo_lab.sandbox.walls import Allowance
+from grpo_lab.sandbox import kernel, tester, walls
+from grpo_lab.sandbox.jail import Jailed, empty_folder, spawn
+from grpo_lab.sandbox.walls import Cell
 from grpo_lab.sandbox.wire import frame
 
 _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
 _PROGRAM_CHARACTERS = 1 << 20
-_PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": view.INSIDE, "TMPDIR": view.INSIDE, "LANG": "C.UTF-8"}
-_ENVIRONMENT = {
-    **_PLACES,
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "MALLOC_ARENA_MAX": "2",
-}
+_PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": walls.INSIDE, "TMPDIR": walls.INSIDE, "LANG": "C.UTF-8"}
+_SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+_ENVIRONMENT = {**_PLACES, **_SETTINGS}
 
 
 def _boot() -> str:
@@ -47,7 +40,7 @@ _BOOT = _boot()
 
 def _program(kind: str) -> None:
     text = f"{_BOOT}\nrun({kind!r}, 3)"
-    os.execve(view.INTERPRETER, [view.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _ENVIRONMENT)
+    os.execve(walls.INTERPRETER, [walls.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _ENVIRONMENT)
 
 
 def _clock_ran_out(deadline: float) -> bool:
@@ -95,7 +88,7 @@ def _sound(*processes: Jailed) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
-    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls stand."""
+    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls can be put up."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -104,10 +97,8 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
     if len(job["program"]) > _PROGRAM_CHARACTERS:
-        job = {
-            **job,
-            "program": "raise SystemExit('too long')",
-        }  # judged all the same: unusable tests are so for any program
+        # judged all the same: unusable tests are so for any program
+        job = {**job, "program": "raise SystemExit('too long')"}
     if job["kind"] == "pairs":
         return _pairs(job, up, deadline)
     try:
@@ -119,8 +110,6 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
 
 def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
     """A tester and a program, each in a jail, a socket between them, and the tester's report to here."""
-    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
-    for_tests = Allowance(job["wall_seconds"], job["memory_bytes"] + (1 << 28))
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
@@ -130,8 +119,10 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
         tester.run(job, 3, 4)
 
     with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
-        program = spawn(lambda: _program("calls"), {3: answers.fileno()}, up, allowance, folder)
-        testing = spawn(test, {3: asks.fileno(), 4: writes}, up, for_tests, apart)
+        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+        program = spawn(lambda: _program("calls"), {3: answers.fileno()}, cell)
+        for_tests = Cell(up, apart, job["wall_seconds"], job["memory_bytes"] + (1 << 28))
+        testing = spawn(test, {3: asks.fileno(), 4: writes}, for_tests)
         try:
             asks.close()
             answers.close()
@@ -172,7 +163,6 @@ def _pairs(job: dict[str, Any], up: frozenset[str], deadline: float) -> dict[str
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    allowance = Allowance(job["cpu_seconds"], job["memory_bytes"])
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
@@ -180,16 +170,16 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
         file.write(given.encode("utf-8", "surrogatepass"))
         file.flush()
         os.lseek(typed, 0, os.SEEK_SET)
-        process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, up, allowance, folder)
+        cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
+        process = spawn(lambda: _program("script"), {0: typed, 1: writes, 3: theirs.fileno()}, cell)
         try:
             theirs.close()
             os.close(writes)
             ours.settimeout(max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(OSError):  # it ended before it read its program
                 ours.sendall(frame({"load": job["program"]}))
-            said, ended = _follow(
-                process, output, max(_OUTPUT_BYTES, 2 * len(expected.encode("utf-8", "surrogatepass"))), deadline
-            )
+            most = max(_OUTPUT_BYTES, 2 * len(expected.encode("utf-8", "surrogatepass")))
+            said, ended = _follow(process, output, most, deadline)
         finally:
             os.close(output)
             process.kill()
@@ -199,23 +189,22 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 
 
 def _lines(text: str) -> list[str]:
-    return [
-        line.rstrip() for line in text.rstrip().split("\n")
-    ]  # `splitlines` would end one at a form feed or U+2028, too
+    # `splitlines` would end one at a form feed or U+2028, too
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Why this wall cannot stand on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where they stand."""
+    """Why this wall cannot be put up on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where these are in force."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
-    if name == "landlock" and not landlock.version():
+    if name == "landlock" and not kernel.landlock_version():
         return "this kernel has none"
-    if name == "user" and not walls.may_change_user():
+    if name == "user" and os.geteuid() != 0:
         return "only root may become another user"
     alone = name == "user" and (not view_too or bool(_missing("namespaces")))
-    if alone and not walls.reachable_by_others(view.INTERPRETER):
-        return f"{view.INTERPRETER} is in a folder that only its owner may enter"
+    if alone and not walls.reachable_by_others(walls.INTERPRETER):
+        return f"{walls.INTERPRETER} is in a folder that only its owner may enter"
     up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())
     return _tried(frozenset(up))
 
@@ -228,6 +217,3 @@ def _tried(up: frozenset[str]) -> str:
     except (RuntimeError, OSError) as error:
         return str(error)
     return "" if right else "a trial program did not run behind it"
-
-
-__all__: Sequence[str] = ["judge"]

@@ -1,15 +1,24 @@
-"""The few requests to the Linux kernel that Python 3.11 has no function for. ``OSError`` where it says no."""
+"""Requests to the Linux kernel that Python 3.11 has no function for: namespaces, mounts, Landlock, seccomp. ``OSError`` where it says no.
+
+Landlock: a process gives up the file system, but for what it names. Needs no privilege and no namespace (Linux 5.13).
+
+The seccomp filter refuses with EPERM, to the program and to everything it starts: sockets, new processes (threads are allowed), tracing
+and reading other processes, namespaces and mounts, io_uring (it opens sockets past such filters), keys, bpf, shared memory outside the
+memory limit, modules, and the like. ``clone3`` is ENOSYS, whereupon the C library falls back to ``clone``, whose flags can be looked at.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import stat
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
@@ -95,3 +104,145 @@ def install_filter(instructions: bytes) -> None:
 def drop_capabilities() -> None:
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     syscall(_SYS[platform.machine()]["capset"], header, none)
+
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+_FILE_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+_HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+
+
+def landlock_version() -> int:
+    """The kernel's Landlock version; 0: none."""
+    try:
+        return syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    except OSError:
+        return 0
+
+
+def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
+    """From now on only these paths: read and execute, or everything but devices and sockets. Set no_new_privs first."""
+    known = landlock_version()
+    handled = _HANDLED[min(known, 5)]
+    tcp, signals_and_sockets = 3 if known >= 4 else 0, 3 if known >= 6 else 0
+    attributes = struct.pack("QQQ", handled, tcp, signals_and_sockets)
+    size = 8 if known < 4 else 16 if known < 6 else 24
+    ruleset = syscall(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    for path in readable:
+        _allow(ruleset, path, handled & (_EXECUTE | _READ_FILE | _READ_DIR))
+    for path in writable:
+        _allow(ruleset, path, handled & ~(_EXECUTE | _MAKE_CHAR | _MAKE_BLOCK | _MAKE_SOCK))
+    syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not stat.S_ISDIR(os.fstat(place).st_mode):
+        access &= _FILE_ONLY
+    syscall(_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), struct.pack("=Qi", access, place), ctypes.c_uint(0))
+    os.close(place)
+
+
+def _numbers(calls: str) -> list[int]:
+    """System calls by name and number."""
+    return [int(word) for word in calls.split()[1::2]]
+
+
+_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_SAME = _numbers(
+    "pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  io_uring_register 427  open_tree 428 "
+    "move_mount 429  fsopen 430  fsconfig 431  fsmount 432  fspick 433  pidfd_open 434  pidfd_getfd 438 "
+    "mount_setattr 442  memfd_secret 447 "
+)  # the same number on every machine
+_REFUSED = {
+    "x86_64": _numbers(
+        "socket 41  fork 57  vfork 58  ptrace 101  process_vm_readv 310  process_vm_writev 311  mount 165 "
+        "umount2 166  pivot_root 155  chroot 161  unshare 272  setns 308  keyctl 250  add_key 248 "
+        "request_key 249  bpf 321  perf_event_open 298  userfaultfd 323  memfd_create 319  shmget 29 "
+        "msgget 68  semget 64  mq_open 240  open_by_handle_at 304  init_module 175  finit_module 313 "
+        "kexec_load 246  kexec_file_load 320  reboot 169  swapon 167  setpriority 141 "
+    ),
+    "aarch64": _numbers(
+        "socket 198  ptrace 117  process_vm_readv 270  process_vm_writev 271  mount 40  umount2 39 "
+        "pivot_root 41  chroot 51  unshare 97  setns 268  keyctl 219  add_key 217  request_key 218  bpf 280 "
+        "perf_event_open 241  userfaultfd 282  memfd_create 279  shmget 194  msgget 186  semget 190 "
+        "mq_open 180  open_by_handle_at 265  init_module 105  finit_module 273  kexec_load 104 "
+        "kexec_file_load 294  reboot 142  swapon 224  setpriority 140 "
+    ),
+}
+_WITHOUT_VIEW = {  # what Landlock does not look at: modes, owners, times, attributes of files; other processes' memory and pace
+    "x86_64": _numbers(
+        "chmod 90  fchmod 91  chown 92  fchown 93  lchown 94  fchmodat 268  fchownat 260  utime 132 "
+        "utimes 235  utimensat 280  futimesat 261  setxattr 188  lsetxattr 189  fsetxattr 190  removexattr 197 "
+        "lremovexattr 198  fremovexattr 199  syslog 103  migrate_pages 256  move_pages 279  kcmp 312 "
+        "sched_setparam 142  sched_setscheduler 144  sched_setattr 314  ioprio_set 251 "
+    ),
+    "aarch64": _numbers(
+        "fchmod 52  fchmodat 53  fchownat 54  fchown 55  utimensat 88  setxattr 5  lsetxattr 6  fsetxattr 7 "
+        "removexattr 14  lremovexattr 15  fremovexattr 16  syslog 116  migrate_pages 238  move_pages 239 "
+        "kcmp 272  sched_setparam 118  sched_setscheduler 119  sched_setattr 274  ioprio_set 30 "
+    ),
+}
+_WITHOUT_VIEW_SAME = _numbers(
+    "process_madvise 440  process_mrelease 448  fchmodat2 452  setxattrat 463  removexattrat 466  file_setattr 469"
+)
+_SIGNALS = {
+    "x86_64": _numbers(
+        "kill 62  tkill 200  tgkill 234  rt_sigqueueinfo 129  rt_tgsigqueueinfo 297  prlimit64 302 "
+        "sched_setaffinity 203 "
+    ),
+    "aarch64": _numbers(
+        "kill 129  tkill 130  tgkill 131  rt_sigqueueinfo 138  rt_tgsigqueueinfo 240  prlimit64 261 "
+        "sched_setaffinity 122 "
+    ),
+}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3, _CLONE_THREAD = 435, 0x10000
+_X32 = 0x40000000
+_ALLOW, _KILL, _ERRNO, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
+_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _ARG0_AT = 0, 4, 16
+
+
+def _one(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("HBBI", code, yes, no, value)
+
+
+def _refuse(number: int, error: int = _EPERM) -> bytes:
+    return _one(_JEQ, number, 0, 1) + _one(_RETURN, _ERRNO | error)
+
+
+def _refuse_unless_zero(number: int, own: int) -> bytes:
+    """Allowed for the first argument 0 or ``own`` (this process), refused for any other."""
+    return (
+        _one(_JEQ, number, 0, 5)
+        + _one(_LOAD, _ARG0_AT)
+        + _one(_JEQ, 0, 2, 0)
+        + _one(_JEQ, own, 1, 0)
+        + _one(_RETURN, _ERRNO | _EPERM)
+        + _one(_RETURN, _ALLOW)
+    )
+
+
+def seccomp_filter(own_pid: int | None) -> bytes:
+    """The filter's instructions. ``own_pid``: where no namespaces are, also refuse what they would: signals to any other
+    process, and what can be done to a file that may not be opened."""
+    machine = platform.machine()
+    parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, _ARCHES[machine], 1, 0), _one(_RETURN, _KILL), _one(_LOAD, _NUMBER_AT)]
+    if machine == "x86_64":
+        parts += [_one(_JGE, _X32, 0, 1), _one(_RETURN, _ERRNO | _ENOSYS)]
+    parts += [_refuse(number) for number in (*_SAME, *_REFUSED[machine])]
+    parts.append(_refuse(_CLONE3, _ENOSYS))
+    if own_pid is not None:
+        parts += [_refuse(number) for number in (*_WITHOUT_VIEW[machine], *_WITHOUT_VIEW_SAME)]
+        parts += [_refuse_unless_zero(number, own_pid) for number in _SIGNALS[machine]]
+    parts += [
+        _one(_JEQ, _CLONE[machine], 0, 3),
+        _one(_LOAD, _ARG0_AT),
+        _one(_JSET, _CLONE_THREAD, 1, 0),
+        _one(_RETURN, _ERRNO | _EPERM),
+        _one(_RETURN, _ALLOW),
+    ]
+    return b"".join(parts)

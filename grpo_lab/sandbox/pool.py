@@ -6,12 +6,21 @@ not work at all. A process can always be killed.
 
 Why our own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a
 training script without a `__name__` guard would start a second training there.
+
+This is the trainer's side; `fork_server` is the other one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
 import selectors
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -21,14 +30,174 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
-from grpo_lab.sandbox.process import Limits, NurseryProcess, VerifierError, WorkerProcess
+from grpo_lab.sandbox.fork_server import encode_frame, take_frame
 
 _MOST_LOST = 8  # workers of one round whose end was nobody's fault
-__all__ = ["Limits", "Outcome", "VerifierError", "WorkerPool"]
+_BOOT = (
+    "import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
+    "from grpo_lab.sandbox.fork_server import main; main(*spec['args'])"
+)
+# What a worker sees of the environment. Tokens and keys of the training run are not among it; a fixed hash seed makes
+# sympy's orderings, and with them the verdicts, the same in every process.
+_INHERITED = "PATH LANG LC_ALL LD_LIBRARY_PATH PYTHONHOME VIRTUAL_ENV TMPDIR COVERAGE_PROCESS_START"
+_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
+_FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class VerifierError(RuntimeError):
+    """A bug in a verifier or a worker that cannot start: ours to fix, never the model's fault."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Limits:
+    """What one job, and one worker, may use up.
+
+    `cpu_seconds` is what normally ends a runaway job: processor time, enforced by the kernel, so that a busy machine
+    does not turn right answers into timeouts. `wall_seconds` is the hard end in any case (a job that sleeps or starves).
+    `memory_bytes`: address space of a worker. `startup_seconds`: wall clock for its imports.
+    """
+
+    cpu_seconds: float = 5.0
+    wall_seconds: float = 30.0
+    memory_bytes: int = 1 << 30
+    startup_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "wall_seconds", "startup_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.memory_bytes < 1 << 28:
+            raise ValueError(
+                f"memory_bytes must be at least 2**28, what a worker's imports need; got {self.memory_bytes}"
+            )
+
+
+class ForkServerProcess:
+    """The child that imports the handler and forks the workers (`fork_server.main`). Starting it takes milliseconds; its imports go on."""
+
+    def __init__(self, handler: str, limits: Limits) -> None:
+        self._handler, self._limits = handler, limits
+        self._control, theirs = socket.socketpair()
+        self._count, self._buffer = 0, bytearray()
+        with theirs:
+            longest = 2.0 * limits.wall_seconds + 10.0
+            args = [theirs.fileno(), os.getpid(), handler, limits.memory_bytes, limits.cpu_seconds, longest]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps({"path": sys.path, "args": args})],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _INHERITED.split() if name in os.environ} | _FIXED,
+                start_new_session=True,  # Ctrl-C in the trainer's terminal is the trainer's to handle
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self) -> WorkerProcess:
+        """A new worker, ready as soon as the imports are done. `VerifierError` where this process is no more."""
+        self._count += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [encode_frame({"fork": self._count})], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise VerifierError(
+                    f"the process that starts workers of {self._handler} has ended with code {self._process.poll()}"
+                ) from error
+        return WorkerProcess(self, self._count, ours, self._limits)
+
+    def kill(self, number: int) -> None:
+        """End that worker, its process group with it, and wait until they are gone."""
+        try:
+            self._control.settimeout(_ANSWER_SECONDS)
+            self._control.sendall(encode_frame({"kill": number}))
+            while (answer := take_frame(self._buffer)) is None or answer["gone"] != number:
+                chunk = self._control.recv(1 << 12)
+                if not chunk:
+                    return  # it has ended, and its workers with it
+                self._buffer += chunk
+        except OSError:
+            self.end(at_once=True)
+
+    def end(self, at_once: bool = False) -> None:
+        """End it and all workers, and reap it. `at_once`: do not wait for its imports."""
+        with contextlib.suppress(OSError):  # `close` alone says nothing while a fork of the trainer has it too
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if at_once else _ANSWER_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class WorkerProcess:
+    """One worker. `ready` becomes true once it has said hello (`pid` is known then); `deadline` is monotonic seconds."""
+
+    def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
+        self._server, self._number, self._channel, self._limits = server, number, channel, limits
+        self._buffer = bytearray()
+        self.since = time.monotonic()
+        self.pid: int | None = None
+        self.deadline = self.since + limits.startup_seconds
+
+    @property
+    def ready(self) -> bool:
+        return self.pid is not None
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def send(self, payload: Any) -> bool:
+        """Hand over a job and start its clock; False when the process is no longer there to take it."""
+        if select.select([self], [], [], 0)[0]:
+            return False  # nobody has asked it anything, so this is how it ended
+        self.since = time.monotonic()
+        self.deadline = self.since + self._limits.wall_seconds
+        self._channel.settimeout(self._limits.wall_seconds)
+        try:
+            self._channel.sendall(encode_frame({"job": payload}))
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> dict[str, Any] | None:
+        """Call when readable. The reply, or None while it is incomplete; an end is a `crash` or `timeout`, or `lost`."""
+        try:
+            chunk = self._channel.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        self._buffer += chunk
+        message = take_frame(self._buffer)
+        if message is not None:
+            return self._how_it_ended(message["ended"]) if "ended" in message else dict(message)
+        if chunk:
+            return None
+        return {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with its fork server"}
+
+    def _how_it_ended(self, code: int) -> dict[str, Any]:
+        if code == -signal.SIGPROF:
+            return {"timeout": f"used up {self._limits.cpu_seconds:g} s of processor time"}
+        if code < 0:
+            return {"crash": f"the process was ended by {signal.Signals(-code).name}"}
+        return {"crash": f"the process ended with exit code {code}"}
+
+    def kill(self) -> None:
+        """End the process group now: no zombie stays."""
+        self._server.kill(self._number)
+        self._channel.close()
+
+
+@dataclass(frozen=True)
+class JobOutcome:
     """What became of one job: `ok` with the handler's value, `timeout` or `crash` with a reason; wall-clock seconds."""
 
     status: Literal["ok", "timeout", "crash"]
@@ -37,25 +206,20 @@ class Outcome:
     seconds: float
 
 
-def default_size() -> int:
-    """Half of the cores this process may use, between 1 and 4 (several ranks share a machine)."""
-    return min(4, max(1, own_cores() // 2))
-
-
 @dataclass
 class _Processes:
     """What must not outlive the pool."""
 
     workers: list[WorkerProcess] = field(default_factory=list)
-    nursery: NurseryProcess | None = None
+    fork_server: ForkServerProcess | None = None
 
 
 def _close_all(processes: _Processes, owner_pid: int) -> None:
     """End the processes, unless this is a fork of the owner: they are not ours to end there."""
-    if os.getpid() == owner_pid and processes.nursery is not None:
-        processes.nursery.end(at_once=not any(worker.ready for worker in processes.workers))
+    if os.getpid() == owner_pid and processes.fork_server is not None:
+        processes.fork_server.end(at_once=not any(worker.ready for worker in processes.workers))
     processes.workers.clear()
-    processes.nursery = None
+    processes.fork_server = None
 
 
 class WorkerPool:
@@ -65,7 +229,7 @@ class WorkerPool:
         handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It turns bad
             model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
         limits: processor time and wall clock per job, bytes per worker.
-        size: number of processes; None: `default_size()`.
+        size: number of processes; None: half of the cores this process may use, between 1 and 4 (several ranks share a machine).
 
     Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The object may
     be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of its own), and
@@ -79,7 +243,7 @@ class WorkerPool:
             raise ValueError(f"handler must look like 'package.module:function'; got {handler!r}")
         self.handler = handler
         self.limits = limits or Limits()
-        self.size = size or default_size()
+        self.size = size or min(4, max(1, own_cores() // 2))
         self._reset()
 
     def _reset(self) -> None:
@@ -102,17 +266,17 @@ class WorkerPool:
         return [worker.pid for worker in self._processes.workers if worker.pid is not None]
 
     @property
-    def nursery_pid(self) -> int | None:
+    def fork_server_pid(self) -> int | None:
         """Process id of what forks the workers; None before it is started."""
-        nursery = self._processes.nursery
-        return None if nursery is None else nursery.pid
+        fork_server = self._processes.fork_server
+        return None if fork_server is None else fork_server.pid
 
     def warm_up(self) -> None:
         """Starts the imports in a process beside this one and returns at once: the first job then finds them done."""
         self._own()
         if self._lock.acquire(blocking=False):  # else a round is at it
             try:
-                self._nursery()
+                self._fork_server()
             finally:
                 self._lock.release()
 
@@ -124,13 +288,13 @@ class WorkerPool:
         if self._pid != os.getpid():
             self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
 
-    def _nursery(self) -> NurseryProcess:
+    def _fork_server(self) -> ForkServerProcess:
         processes = self._processes
-        if processes.nursery is None or not processes.nursery.alive:
-            processes.nursery = NurseryProcess(self.handler, self.limits)
-        return processes.nursery
+        if processes.fork_server is None or not processes.fork_server.alive:
+            processes.fork_server = ForkServerProcess(self.handler, self.limits)
+        return processes.fork_server
 
-    def run(self, payloads: Sequence[Any]) -> list[Outcome]:
+    def run(self, payloads: Sequence[Any]) -> list[JobOutcome]:
         """Runs every payload and returns outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
         self._own()
         with self._lock:
@@ -149,24 +313,23 @@ class _Round:
         self.workers = pool._processes.workers
         self.lost = 0
         self.payloads = payloads
-        self.results: list[Outcome | None] = [None] * len(payloads)
+        self.results: list[JobOutcome | None] = [None] * len(payloads)
         self.todo = deque(range(len(payloads)))
         self.job_of: dict[WorkerProcess, int] = {}
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[JobOutcome]:
         while self.todo or self.job_of:
-            self._hire()
-            self._hand_out()
+            self._start_workers()
+            self._dispatch()
             self._collect()
-        assert all(result is not None for result in self.results)
         return [result for result in self.results if result is not None]
 
-    def _hire(self) -> None:
+    def _start_workers(self) -> None:
         wanted = min(self.pool.size, len(self.todo) + len(self.job_of))
         while len(self.workers) < wanted:
-            self.workers.append(self.pool._nursery().fork())
+            self.workers.append(self.pool._fork_server().fork())
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         for worker in list(self.workers):
             if self.todo and worker.ready and worker not in self.job_of:
                 job = self.todo.popleft()
@@ -174,7 +337,7 @@ class _Round:
                     self.job_of[worker] = job
                 else:  # it had died while idle: no fault of this job
                     self.todo.appendleft(job)
-                    self._dismiss(worker)
+                    self._end(worker)
 
     def _collect(self) -> None:
         waiting = [worker for worker in self.workers if worker in self.job_of or not worker.ready]
@@ -200,24 +363,20 @@ class _Round:
         if "ready" in message:
             worker.pid = message["ready"]
         elif "lost" in message and self.lost < _MOST_LOST and (worker.ready or self.lost):
-            self._again(worker)
+            self.lost += 1  # somebody killed the fork server: another worker does its job
+            if worker in self.job_of:
+                self.todo.appendleft(self.job_of.pop(worker))
+            self._end(worker)
         elif not worker.ready:
             raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
         elif "ok" in message:
             self._finish(worker, "ok", message["ok"], "")
             if message["rss"] > self.pool.limits.memory_bytes // 2:
-                self._dismiss(worker)  # its caches have grown; the next, innocent job must not pay for them
+                self._end(worker)  # its caches have grown; the next, innocent job must not pay for them
         else:
             status: Literal["timeout", "crash"] = "timeout" if "timeout" in message else "crash"
             self._finish(worker, status, None, message.get(status) or message["lost"])
-            self._dismiss(worker)
-
-    def _again(self, worker: WorkerProcess) -> None:
-        """Its end had nothing to do with its job (somebody killed the process that forks): another worker does that."""
-        self.lost += 1
-        if worker in self.job_of:
-            self.todo.appendleft(self.job_of.pop(worker))
-        self._dismiss(worker)
+            self._end(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
         if not worker.ready:
@@ -226,12 +385,12 @@ class _Round:
                 "(Limits.startup_seconds)"
             )
         self._finish(worker, "timeout", None, f"no result within {self.pool.limits.wall_seconds:g} s")
-        self._dismiss(worker)
+        self._end(worker)
 
     def _finish(self, worker: WorkerProcess, status: Literal["ok", "timeout", "crash"], value: Any, why: str) -> None:
-        self.results[self.job_of.pop(worker)] = Outcome(status, value, why, worker.seconds_on_job())
+        self.results[self.job_of.pop(worker)] = JobOutcome(status, value, why, time.monotonic() - worker.since)
 
-    def _dismiss(self, worker: WorkerProcess) -> None:
+    def _end(self, worker: WorkerProcess) -> None:
         worker.kill()
         self.workers.remove(worker)
         self.pool.replaced += 1

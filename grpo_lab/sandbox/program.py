@@ -20,41 +20,31 @@ import sys
 import types
 from typing import Any
 
-if __name__ == "grpo_lab.sandbox.program":  # in the jail the two stand in one text
+if __name__ == "grpo_lab.sandbox.program":  # in the jail the two are one text
     from grpo_lab.sandbox.wire import RECURSION, Broken, Channel, pack, pack_error, unpack
 
 _CHANGING = (list, dict, set, bytearray, collections.deque)
+_BUILTINS = "len iter next str repr bool hash int float abs round aiter"
 _QUESTIONS: dict[str, Any] = {
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "hash": hash,
-    "int": int,
-    "float": float,
-    "abs": abs,
+    **{name: getattr(builtins, name) for name in _BUILTINS.split()},
     "neg": operator.neg,
     "pos": operator.pos,
     "invert": operator.invert,
-    "round": round,
     "attr": getattr,
-    "item": lambda thing, key: thing[key],
-    "put": lambda thing, key, value: thing.__setitem__(key, value),
+    "item": operator.getitem,
+    "put": operator.setitem,
     "del": operator.delitem,
     "set": setattr,
     "same": lambda thing, other: bool(thing == other),
     "instance": lambda thing, other: isinstance(other, thing),
     "subclass": lambda thing, other: issubclass(other, thing),
     "enter": lambda thing: type(thing).__enter__(thing),
-    "aiter": aiter,
     "math": lambda thing, name, other: getattr(operator, name)(thing, other),
     "rmath": lambda thing, name, other: getattr(operator, name)(other, thing),
 }
 
 
-class Server:
+class ProgramServer:
     """Answers the tester's requests about one program."""
 
     def __init__(self, channel: Channel) -> None:
@@ -120,13 +110,11 @@ class Server:
 
     def _load(self, source: str) -> dict[str, Any]:
         sys.modules["solution"] = self.module
-        if (
-            "class Solution" in source
-        ):  # as judges of contests have them: the heads that they give ask for `List` and import nothing
+        if "class Solution" in source:
+            # as judges of contests have them: the heads that they give ask for `List` and import nothing
             typing = importlib.import_module("typing")
-            vars(builtins).update(
-                {name: getattr(typing, name) for name in typing.__all__ if not hasattr(builtins, name)}
-            )
+            missing = [name for name in typing.__all__ if not hasattr(builtins, name)]
+            vars(builtins).update({name: getattr(typing, name) for name in missing})
         exec(compile(source, "<program>", "exec"), self.module.__dict__)
         names = [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
         return {"value": names, "args": None}
@@ -215,7 +203,7 @@ def run(kind: str, fd: int) -> None:
     channel = Channel(fd)
     if kind == "calls":
         try:
-            Server(channel).serve()
+            ProgramServer(channel).serve()
         except Broken:
             return
     source = channel.receive()["load"]

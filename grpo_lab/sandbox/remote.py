@@ -20,14 +20,14 @@ from typing import Any
 from grpo_lab.sandbox.stand_in import DOC, YES_OR_NO, RemoteObject
 from grpo_lab.sandbox.wire import Broken, Channel, pack, pack_error, pack_name, refuse_tag, unpack
 
-_FUNCTIONS = (
-    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.MethodWrapperType, functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller,
-)  # fmt: skip
-_FROM_PROGRAMS = (
-    BaseException, list, tuple, dict, set, frozenset, collections.deque, slice, bytes, bytearray, complex, range,
-    collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView,
-)  # fmt: skip
+_PYTHON_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
+_C_FUNCTIONS = (
+    types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType | types.MethodWrapperType
+)
+_FUNCTIONS = _PYTHON_FUNCTIONS | _C_FUNCTIONS | operator.itemgetter | operator.attrgetter | operator.methodcaller
+_VIEWS = collections.abc.KeysView | collections.abc.ValuesView | collections.abc.ItemsView
+_CONTAINERS = list | tuple | dict | set | frozenset | collections.deque | _VIEWS
+_FROM_PROGRAMS = BaseException | _CONTAINERS | slice | bytes | bytearray | complex | range
 _MODULES_OF_DATA = ("decimal", "fractions", "datetime")
 _MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "await", "enter")
 
@@ -72,11 +72,9 @@ class Program:
         """Runs the program's own text. Raises what it raises."""
         names = self._ask({"load": source})
         self._loaded = True
-        self.names = (
-            frozenset(name for name in names if isinstance(name, str) and not name.startswith("__"))
-            if isinstance(names, list)
-            else frozenset()
-        )  # no `__path__`, from which `from solution import f` would load files into this process
+        named = names if isinstance(names, list) else []
+        # no `__path__`, from which `from solution import f` would load files into this process
+        self.names = frozenset(name for name in named if isinstance(name, str) and not name.startswith("__"))
 
     def get(self, name: str) -> Any:
         """A value of the program: plain data, or what stands for it."""
@@ -113,17 +111,14 @@ class Program:
         try:
             self._channel.send(request)
             answer = self._take(self._channel.receive(), args)
-        except (
-            Exception
-        ) as error:  # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
+        except Exception as error:
+            # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
         if isinstance(answer, _Raised):
             ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
-            if ends and request.get("what") not in (
-                "next",
-                "anext",
-            ):  # `all(map(f, cases))` would end there, and be true
+            if ends and request.get("what") not in ("next", "anext"):
+                # `all(map(f, cases))` would end there, and be true
                 raise RuntimeError(f"the program raised {type(answer.error).__name__}")
             raise answer.error
         return answer

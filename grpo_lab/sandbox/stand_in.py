@@ -1,4 +1,4 @@
-"""What stands in the tester for an object of the program's: every question about it is asked in the program's process.
+"""The tester's proxy of an object of the program's: every question about it is asked in the program's process.
 
 Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less than everything, or
 whose difference to anything is 0, passes nothing. Objects of the program among themselves are as the program says.
@@ -6,41 +6,16 @@ whose difference to anything is 0, passes nothing. Objects of the program among 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from grpo_lab.sandbox.wire import pack_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from grpo_lab.sandbox.remote import Program
-
-YES_OR_NO = frozenset(
-    [
-        "startswith",
-        "endswith",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isnumeric",
-        "isprintable",
-        "isspace",
-        "istitle",
-        "isupper",
-        "issubset",
-        "issuperset",
-        "isdisjoint",
-        "is_integer",
-        "match",
-        "fullmatch",
-        "difference",
-        "symmetric_difference",
-    ]
+_QUESTIONS = (
+    "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+    "istitle isupper issubset issuperset isdisjoint is_integer match fullmatch difference symmetric_difference"
 )
+YES_OR_NO = frozenset(_QUESTIONS.split())
 """Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
 
 _OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
@@ -51,11 +26,13 @@ _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 class RemoteObject:
     """Stands for an object in the program's process: can be called, asked for attributes and items, gone through.
 
+    ``program`` is the ``remote.Program`` that is asked, ``number`` the object's there.
+
     ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order or content of it is
     asked for, so that ``not f(x) - 3`` is no way to say yes.
     """
 
-    def __init__(self, program: Program, number: int, derived: bool = False) -> None:
+    def __init__(self, program: Any, number: int, derived: bool = False) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_derived", derived)
@@ -140,9 +117,7 @@ class RemoteObject:
             return self._number == other._number or self._ask("same", other) is True
         if self._derived:
             return False
-        held = self._program.holds(
-            self._number
-        )  # of a class that is a kind of list, text, number: what it holds, compared here
+        held = self._program.holds(self._number)  # of a kind of list, text, number: what it holds, compared here
         return held is not None and not isinstance(held, RemoteObject) and bool(held == other)
 
     def __hash__(self) -> int:
@@ -207,26 +182,11 @@ for _name in ("lt", "le", "gt", "ge"):
     setattr(RemoteObject, f"__{_name}__", _order(_name))
 for _name in ("abs", "neg", "pos", "invert"):
     setattr(RemoteObject, f"__{_name}__", _unary(_name))
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "lshift",
-    "rshift",
-):
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
+for _name in _OPERATORS.split():
     setattr(RemoteObject, f"__{_name.strip('_')}__", _binary("math", _name))
     setattr(RemoteObject, f"__r{_name.strip('_')}__", _binary("rmath", _name))
 
 
 DOC = vars(RemoteObject)["__doc__"]
 """Each class made under it needs its own: a class statement sets one."""
-
-__all__ = ["DOC", "YES_OR_NO", "RemoteObject"]

@@ -67,9 +67,7 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
-    def tests(
-        self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str] = frozenset()
-    ) -> None:
+    def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
         """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
         try:
             self.program.load(source)
@@ -122,9 +120,8 @@ def same(value: Any, expected: Any) -> bool:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        made = {
-            json.dumps(key) if type(key) in (int, float, bool) else key: _as_json(one) for key, one in value.items()
-        }
+        numbers = (int, float, bool)
+        made = {json.dumps(key) if type(key) in numbers else key: _as_json(one) for key, one in value.items()}
         return made if len(made) == len(value) else value  # `1` beside `"1"` is more than JSON has
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
@@ -173,7 +170,7 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
 
 
 def _only_called(tree: ast.Module) -> frozenset[str]:
-    """Names that stand nowhere but before a call's bracket: no module can be meant (``select([2, 1])``)."""
+    """Names that occur nowhere but before a call's bracket: no module can be meant (``select([2, 1])``)."""
     nodes = list(ast.walk(tree))
     calls = [one.func.id for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
     uses = Counter(one.id for one in nodes if isinstance(one, ast.Name))
@@ -198,7 +195,7 @@ def _is_test_case(node: ast.ClassDef) -> bool:
 
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """What stands under ``if __name__ == "__main__":`` is run as if it stood alone: not taken, it would be a test that passes."""
+    """The body of ``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
     guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]

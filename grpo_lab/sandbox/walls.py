@@ -1,7 +1,8 @@
 """The walls around a jailed process: which of them this machine gives, and their putting up, in the process itself.
 
-``namespaces``  own processes, network (none), mounts (``view``), IPC and host name; the kernel ends all of it with its first process.
-                As root directly; else in a user namespace, where the machine allows one.
+``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries, read-only, and
+                an empty ``/tmp``. The kernel ends all of it with its first process. As root directly; else in a user namespace, where
+                the machine allows one.
 ``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
 ``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, …
 ``landlock``    the file system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by kernel version).
@@ -13,21 +14,33 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
+import sys
+import tempfile
 from dataclasses import dataclass
 
-from grpo_lab.sandbox import kernel, landlock, seccomp, view
+from grpo_lab.sandbox import kernel
 
 WALLS = ("namespaces", "user", "seccomp", "landlock", "limits")
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _FIRST_USER = 1_000_000_000
 _NOBODY = 65534
 _OPEN_FILES, _PROCESSES, _THREADS = 64, 64, 256
+_SYSTEM = "/usr /lib /lib32 /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/alternatives"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+INSIDE = "/tmp"
+"""Where the empty folder is, inside."""
+INTERPRETER = os.path.realpath(sys.executable)
+"""The program that runs programs: this Python, without its virtual environment."""
+_PREFIX = os.path.realpath(sys.base_prefix)
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """What a jailed process may use: processor seconds, bytes of address space, bytes in files, and stack recursion."""
+class Cell:
+    """Behind which walls and in which folder a process runs, and what it may use: processor seconds, bytes of address space and in files."""
 
+    walls: frozenset[str]
+    folder: str
     cpu_seconds: float
     memory_bytes: int
     file_bytes: int = 16 << 20
@@ -47,11 +60,6 @@ def enter_namespaces() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-
-
-def may_change_user() -> bool:
-    """Root with the right to become somebody else, and a Python that others can reach (or a view in which they can)."""
-    return os.geteuid() == 0
 
 
 def job_user(job: int) -> int:
@@ -76,16 +84,17 @@ def reachable_by_others(path: str) -> bool:
     return all(os.stat(way).st_mode & 0o001 for way in ways)
 
 
-def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for. Any wall that cannot stand is an ``OSError``."""
+def put_up(cell: Cell, job: int) -> None:
+    """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an ``OSError``."""
+    walls, folder = cell.walls, cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
-        view.enter(allowance.folder_bytes)
-        folder = view.INSIDE
+        _enter_view(cell.folder_bytes)
+        folder = INSIDE
     else:
         os.chdir(folder)
     counted = "namespaces" in walls or "user" in walls  # elsewhere the user's other processes would count
-    _limit(allowance, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
+    _limit(cell, (_THREADS if "seccomp" in walls else _PROCESSES) if counted else None)
     if "user" in walls:
         become(job_user(job))
     elif "namespaces" in walls:
@@ -95,18 +104,18 @@ def put_up(walls: frozenset[str], allowance: Allowance, folder: str, job: int) -
         kernel.drop_capabilities()
         kernel.no_new_privileges()
     if "landlock" in walls:
-        places = view.readable() + view.devices()
-        landlock.restrict([one for one in places if os.path.exists(one)], [folder, "/dev/null"])
+        places = _readable() + _devices()
+        kernel.give_up_files_but([one for one in places if os.path.exists(one)], [folder, "/dev/null"])
     if "seccomp" in walls:
-        kernel.install_filter(seccomp.filter_of(None if "namespaces" in walls else os.getpid()))
+        kernel.install_filter(kernel.seccomp_filter(None if "namespaces" in walls else os.getpid()))
 
 
-def _limit(allowance: Allowance, processes: int | None) -> None:
-    seconds = max(1, -int(-allowance.cpu_seconds // 1))
+def _limit(cell: Cell, processes: int | None) -> None:
+    seconds = max(1, -int(-cell.cpu_seconds // 1))
     wanted = {
         resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: allowance.memory_bytes,
-        resource.RLIMIT_FSIZE: allowance.file_bytes,
+        resource.RLIMIT_AS: cell.memory_bytes,
+        resource.RLIMIT_FSIZE: cell.file_bytes,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
@@ -122,3 +131,45 @@ def _limit(allowance: Allowance, processes: int | None) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an error there, as Python has it
+
+
+def _readable() -> list[str]:
+    """What can be read inside. Links stay links."""
+    inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM.split())
+    return [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
+
+
+def _devices() -> list[str]:
+    return [place for place in _DEVICES if os.path.exists(place)]
+
+
+def _enter_view(folder_bytes: int) -> None:
+    """Make the view this process's whole file system. In a mount namespace of its own, with the right to mount."""
+    new = tempfile.gettempdir()
+    wanted = [*_readable(), *_devices()]
+    sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}
+    links = {place: os.readlink(place) for place in wanted if os.path.islink(place)}
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", new, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for place, source in sources.items():
+        target = new + place
+        _make_place(target, folder=stat.S_ISDIR(os.fstat(source).st_mode))
+        kernel.mount(f"/proc/self/fd/{source}", target, None, kernel.MS_BIND | kernel.MS_REC)
+        os.close(source)
+        # of a device too: what is written into it is no change of the file system
+        kernel.make_read_only(target, below=True)
+    for place, end in links.items():
+        os.makedirs(os.path.dirname(new + place), exist_ok=True)
+        os.symlink(end, new + place)
+    os.makedirs(new + INSIDE, exist_ok=True)
+    options = f"size={folder_bytes},nr_inodes=4096,mode=1777"
+    kernel.mount("tmpfs", new + INSIDE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    kernel.pivot_into(new)
+    kernel.make_read_only("/", below=False)
+    os.chdir(INSIDE)
+
+
+def _make_place(target: str, *, folder: bool) -> None:
+    os.makedirs(target if folder else os.path.dirname(target), exist_ok=True)
+    if not folder:
+        os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o600))

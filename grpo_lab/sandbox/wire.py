@@ -1,6 +1,6 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-Its source is also run inside the program's process (``program``), so it stands alone: standard library, no import of ours.
+Its source is also run inside the program's process (``program``), so it depends on nothing: standard library, no import of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
@@ -250,15 +250,8 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
         text = ""
     held = {name: value for name, value in _plain_items(error) if isinstance(name, str) and not name.startswith("_")}
     args = _plain(error.args)
-    return {
-        "raised": {
-            "kinds": kinds,
-            "text": text,
-            "args": [text] if args is None else args["tuple"],
-            "held": held,
-            "again": again,
-        }
-    }
+    given = [text] if args is None else args["tuple"]
+    return {"raised": {"kinds": kinds, "text": text, "args": given, "held": held, "again": again}}
 
 
 def _plain_items(error: BaseException) -> Any:

@@ -11,8 +11,13 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from grpo_lab.verifiers.quantity import is_value_word
+from grpo_lab.verifiers.quantity import is_value_word, value_of_sign
 
+_COMMAND_SIGNS, _COMMAND_NAMES = (
+    "×⋅·∙π∞≤≥≠≈±∪∩∈∅Ωθαβ",
+    "times cdot cdot cdot pi infty leq geq neq approx pm cup cap in emptyset Omega theta alpha beta",
+)
+_FRACTIONS = {sign: value_of_sign(sign) for sign in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _TRANSLATION = str.maketrans(
     {
         **dict.fromkeys("−–—‒―﹣－˗", "-"),
@@ -20,54 +25,13 @@ _TRANSLATION = str.maketrans(
         **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u061c", ""),
         **dict.fromkeys("“”„‟", '"'),
         **dict.fromkeys("‘’‚‛′", "'"),
-        "×": r"\times ",
-        "⋅": r"\cdot ",
-        "·": r"\cdot ",
-        "∙": r"\cdot ",
-        "÷": "/",
-        "⁄": "/",
-        "∕": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\leq ",
-        "≥": r"\geq ",
-        "≠": r"\neq ",
-        "≈": r"\approx ",
-        "±": r"\pm ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "°": r"^\circ ",
-        "º": r"^\circ ",
+        **{sign: rf"\{name} " for sign, name in zip(_COMMAND_SIGNS, _COMMAND_NAMES.split(), strict=True)},
+        **dict(zip("÷⁄∕％٪٫٬。、", "///%%.,.,", strict=True)),
+        **dict.fromkeys("°º", r"^\circ "),
         "℃": r"^\circ C",
         "℉": r"^\circ F",
-        "Ω": r"\Omega ",
-        "％": "%",
         "√": r"\sqrt",
-        "θ": r"\theta ",
-        "α": r"\alpha ",
-        "β": r"\beta ",
-        "٪": "%",
-        "٫": ".",
-        "٬": ",",
-        "。": ".",
-        "、": ",",
-        "¼": r"\frac{1}{4}",
-        "½": r"\frac{1}{2}",
-        "¾": r"\frac{3}{4}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "⅕": r"\frac{1}{5}",
-        "⅖": r"\frac{2}{5}",
-        "⅗": r"\frac{3}{5}",
-        "⅘": r"\frac{4}{5}",
-        "⅙": r"\frac{1}{6}",
-        "⅚": r"\frac{5}{6}",
-        "⅛": r"\frac{1}{8}",
-        "⅜": r"\frac{3}{8}",
-        "⅝": r"\frac{5}{8}",
-        "⅞": r"\frac{7}{8}",
+        **{sign: rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for sign, value in _FRACTIONS.items()},
         **{superscript: f"^{digit}" for digit, superscript in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )

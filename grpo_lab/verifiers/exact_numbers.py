@@ -1,28 +1,22 @@
-r"""Numbers that need no sympy: fractions, mixed numbers, roots and multiples of pi, with the verdict math-verify would give.
+r"""Numbers that need no sympy: decimals, fractions, mixed numbers, roots and multiples of pi, with the verdict math-verify would give.
 
     one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}   7\pi   \sqrt{34} + 3\sqrt{10}   \frac{3\sqrt{2}}{4}
     several      3, 4     9999.86, 9999\frac{6}{7}
 
-    both decimals                       -> `plain_numbers`
-    both fractions of integers          -> equal exactly where their values are
-    the same spelling                   -> equal
-    values further apart than `_FAR`    -> not equal; of several numbers beside one: each further apart
-    otherwise                           -> undecided: left to math-verify
-
-Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not in this
-small grammar, to the last character, is undecided.
-
-The fast path: plain decimal numbers are compared here, without sympy, with the verdict math-verify would give.
-
 math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals (`decimals_compared`;
 its default is always 6, which makes .0000672 equal to .0000673). So
 
-    a = b exactly                  -> equal
-    both integers, a != b          -> not equal
-    |a - b| > 2 * 10^-p            -> not equal   (two numbers that round alike to p decimals are at most 10^-p apart)
-    otherwise, or > 15 digits      -> undecided: left to math-verify
+    both decimals: a = b exactly                 -> equal
+                   both integers, a != b         -> not equal
+                   |a - b| > 2 * 10^-p           -> not equal  (two that round alike to p decimals are at most 10^-p apart)
+                   more than 15 digits           -> undecided
+    both fractions of integers                   -> equal exactly where their values are
+    the same spelling                            -> equal
+    values further apart than `_FAR`             -> not equal; of several numbers beside one: each further apart
+    otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`).
+Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not in this
+small grammar, to the last character, is undecided.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@
     ~e m,n        # of ~A and A       ~i a-b   ~A of A … #
     #e m          anything of #       ~~e m    A of ~~A          raa a-b   A of ~A … #
 
-A line may rest on earlier lines that stand under no assumption closed since, and on parts closed where it can see them. The proof ends
+A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof ends
 with the goal under no assumption. The order of m and n does not matter.
 
-Formulas of propositional logic: read, and written in one form.
+Formulas are read from, and written in, this form:
 
     atom   a single letter a … z but v          ~A  ¬A  not          A & B  ∧  and
     #  ⊥   the false one                        A v B  ∨  or         A -> B  →  implies, to the right
 
-``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign may stand without brackets; the reading is ``(p & q) & r`` and
+``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign needs no brackets; the reading is ``(p & q) & r`` and
 ``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
 """
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
-from grpo_lab.sandbox.pool import Limits, Outcome, WorkerPool
+from grpo_lab.sandbox.pool import Limits, WorkerPool
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
@@ -128,10 +128,11 @@ class MathVerifier:
         jobs = [key for key, verdict in decided.items() if verdict is None]
         outcomes = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in jobs])
         for key, outcome in zip(jobs, outcomes, strict=True):
-            verdict = _verdict_of(outcome)
-            decided[key] = verdict
-            if verdict.verdict not in (Verdict.TIMEOUT, Verdict.CRASH):
+            if outcome.status == "ok":
+                decided[key] = verdict = MathVerdict(Verdict(outcome.value["verdict"]), outcome.value["reason"])
                 self._remember(key, verdict)
+            else:
+                decided[key] = MathVerdict(Verdict(outcome.status), outcome.reason)
         return [judged for key in keys if (judged := decided[key]) is not None]
 
     def check_golds(self, golds: Sequence[str]) -> list[MathVerdict]:
@@ -180,9 +181,3 @@ class MathVerifier:
         if len(self._known) >= _CACHE_LIMIT:
             self._known.clear()
         self._known[key] = verdict
-
-
-def _verdict_of(outcome: Outcome) -> MathVerdict:
-    if outcome.status == "ok":
-        return MathVerdict(Verdict(outcome.value["verdict"]), outcome.value["reason"])
-    return MathVerdict(Verdict(outcome.status), outcome.reason)

@@ -26,15 +26,8 @@ _POWERS |= {"mn": 6, "mln": 6, "bn": 9, "bln": 9, "tn": 12, "lac": 5}
 _COUNTS = {"dozen": 12, "score": 20, "gross": 144}
 _PARTS_WORDS = "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
 _PARTS = {word: n for n, word in enumerate(_PARTS_WORDS.split(), 3)}
-_PARTS |= {
-    "half": 2,
-    "halve": 2,
-    "quarter": 4,
-    "twentieth": 20,
-    "hundredth": 100,
-    "thousandth": 1000,
-    "millionth": 10**6,
-}
+_PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twentieth": 20}
+_PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
 _SUFFIXES = {"k": 3, "M": 6, "MM": 6, "B": 9, "T": 12}
 _MOST_WORDS = 24
 
@@ -78,6 +71,11 @@ class Quantity:
     percent: bool = False
     part: bool = False
     suffix: bool = False
+
+
+def value_of_sign(sign: str) -> Fraction:
+    """1/2 of `½`."""
+    return Fraction(unicodedata.numeric(sign)).limit_denominator(8)
 
 
 def is_value_word(word: str) -> bool:
@@ -150,7 +148,7 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
 
 def _fraction_of(match: re.Match[str]) -> Fraction:
     if match.re is _VULGAR:
-        return Fraction(unicodedata.numeric(match[1])).limit_denominator(8)
+        return value_of_sign(match[1])
     above, below = (int(group) for group in match.groups() if group is not None)
     return Fraction(above, below) if below else Fraction(0)
 
@@ -207,12 +205,10 @@ class _Reader:
             self.last, self.end = "half", part.end()
             return True
         following = _WORD.match(self.text, word.end())
-        if self.last in ("hundred", "power") and following and self._fits(following[1].lower()):
-            return self._takes(following[1].lower(), following.end())
+        name = following[1].lower() if following else ""
+        if following and self.last in ("hundred", "power") and (name in _ONES or name in _TENS):
+            return self._takes(name, following.end())
         return False
-
-    def _fits(self, name: str) -> bool:
-        return name in _ONES or name in _TENS
 
     def _point(self, start: int) -> bool:
         digits = ""

@@ -1,6 +1,6 @@
-"""What a mathematical comparison can come to.
+"""What a mathematical comparison can come to, and what a score is.
 
-What a score is, for training, samplers, pass rates, the length reward and evaluation alike: a number or None, correct from 1 on.
+A score, for training, samplers, pass rates, the length reward and evaluation alike, is a number or None, correct from 1 on.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.engines.grouping import EngineFault, engine_generate, prefill_tokens
-from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
+from grpo_lab.engines.grouping import EngineFault, prefill_tokens
+from grpo_lab.engines.sampler import VllmSampler
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued, inserted_mask
 from grpo_lab.engines.weights.proof import draw_probe, forward_logprobs, prove_sync, sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner
 
@@ -149,7 +150,7 @@ def test_thinking_budget_on_the_engine(start_engine: Callable[..., Any], checkpo
     prompts = [ids for ids in PROMPTS for _ in range(2)]
     for budget in (0, 8, 32):
         limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
-        done = budgeted_generate(prompts, engine_generate(engine, temperature=1.0), limits)
+        done = budgeted_generate(prompts, continued(VllmSampler(engine, sorted(limits.eos_ids), logprobs=True)), limits)
         assert any(completion.was_cut for completion in done)
         for prompt, completion in zip(prompts, done, strict=True):
             assert len(completion.ids) <= 64

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from grpo_lab.engines.grouping import (
     EngineFault,
     GroupedEngine,
-    engine_generate,
     prefill_tokens,
     runs_of_equal,
 )
@@ -106,10 +105,6 @@ def test_other_attributes_are_the_engine_s_own() -> None:
     assert GroupedEngine(engine).llm is engine
     with pytest.raises(AttributeError):
         _ = GroupedEngine(engine).nothing
-
-
-def test_generate_for_a_budget_needs_vllm_only_when_called() -> None:
-    assert callable(engine_generate(GroupedEngine(RecordingEngine()), temperature=1.0))
 
 
 @given(st.lists(st.integers(0, 3)))

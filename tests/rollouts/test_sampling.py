@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_lab.engines.sampler import TransformersGenerator, engine_samples, render_prompt
+from grpo_lab.engines.sampler import TransformersSampler, VllmSampler, render_prompt
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
@@ -41,13 +42,14 @@ def test_both_engines_serve_curation(vllm_or_skip: None, model: Path, tmp_path: 
     reference = ModelSampler(str(model), settings())
     assert ours.context == reference.context == 256
     ids = [render_prompt(prompt, reference.tokenizer).ids for prompt in prompts]
-    greedy = engine_samples(
-        ours.model, ids, n=1, temperature=0.0, max_new_tokens=12, seed=0, stop_token_ids=ours._stops
-    )
-    plain = TransformersGenerator(reference.model, reference.tokenizer, 8, progress=False)
-    expected = plain(ids, n=1, temperature=0.0, max_new_tokens=12, seed=0)
-    for (mine,), (theirs,) in zip(greedy, expected, strict=True):
-        assert (ours._text(mine.ids), len(mine.ids), not mine.ended) == (theirs.text, theirs.tokens, theirs.truncated)
+    greedy = {"n": 1, "temperature": 0.0, "max_new_tokens": 12, "seed": 0}
+    assert isinstance(ours.sampler, VllmSampler)
+    assert isinstance(reference.sampler, TransformersSampler)
+    expected = reference.sampler(ids, **greedy)
+    assert ours.sampler(ids, **greedy) == expected
+    scored = replace(ours.sampler, logprobs=True)(ids, **greedy)
+    assert [replace(one, logprobs=None) for (one,) in scored] == [one for (one,) in expected]
+    assert all(len(one.logprobs or []) == len(one.ids) and max(one.logprobs or [0]) <= 0 for (one,) in scored)
 
     first = ours(prompts, 4)
     assert first == ours(prompts, 4)  # the seed decides

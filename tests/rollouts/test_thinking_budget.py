@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lab.engines.sampler import Completion
 from grpo_lab.engines.thinking_budget import (
     QWEN3_STOP_TEXT,
     BudgetedCompletion,
@@ -40,10 +41,10 @@ class Scripted:
         self.thoughts, self.answer = thoughts, answer
         self.calls: list[tuple[int, int]] = []
 
-    def __call__(self, prompts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]]]:
+    def __call__(self, prompts: list[list[int]], limit: int) -> list[Completion]:
         self.calls.append((len(prompts), limit))
         ids = [encode(self.after(decode(prompt))[:limit]) for prompt in prompts]
-        return ids, [[-float(k + 1) for k in range(len(row))] for row in ids]
+        return [Completion(row, row[-1:] == encode(EOS), [-float(k + 1) for k in range(len(row))]) for row in ids]
 
     def after(self, context: str) -> str:
         prompt, _, written = context.partition(":")
@@ -108,8 +109,9 @@ def test_completion_length_is_the_limit_of_the_answer() -> None:
 
 
 def test_prompt_with_closed_thinking_is_never_cut() -> None:
-    def policy(prompts: list[list[int]], limit: int) -> tuple[list[list[int]], None]:
-        return [encode("answer answer$"[len(decode(p).split("\n\n")[-1]) :][:limit]) for p in prompts], None
+    def policy(prompts: list[list[int]], limit: int) -> list[Completion]:
+        rest = ["answer answer$"[len(decode(p).split("\n\n")[-1]) :][:limit] for p in prompts]
+        return [Completion(encode(text), text.endswith(EOS)) for text in rest]
 
     prompt = encode("q <think>\n\n</think>\n\n")
     done = budgeted_generate([prompt], policy, settings(4))[0]
@@ -177,14 +179,14 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, object], messag
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (([[1] * 9], [[0.0] * 9]), "9 tokens"),
-        (([], []), "0 completions"),
-        (([[1] * 4], [[0.0] * 3]), "log-probs"),
+        ([Completion([1] * 9, False, [0.0] * 9)], "9 tokens"),
+        ([], "0 completions"),
+        ([Completion([1] * 4, True, [0.0] * 3)], "log-probs"),
     ],
 )
-def test_engine_that_does_not_keep_to_what_it_was_asked_is_refused(answer: object, message: str) -> None:
+def test_engine_that_does_not_keep_to_what_it_was_asked_is_refused(answer: list[Completion], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        budgeted_generate([[1]], lambda prompts, limit: answer, settings(8))  # type: ignore[arg-type, return-value]
+        budgeted_generate([[1]], lambda prompts, limit: answer, settings(8))
 
 
 def test_real_tokenizer_round_trip() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, inserted_mask
-from grpo_lab.engines.transformers_engine import left_padded, transformers_generate, until_end
+from grpo_lab.engines.sampler import TransformersSampler, left_padded, until_end
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued, inserted_mask
 
 
 def test_padding_and_cutting_by_hand() -> None:
@@ -18,19 +18,15 @@ def test_padding_and_cutting_by_hand() -> None:
 
 
 def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
-    """Greedy as the limit of sampling: top_k = 1 makes the draw certain, so each row can be checked on its own."""
     from grpo_lab.testing import tiny_model
 
     model, tokenizer = tiny_model("qwen2", hidden_size=32, num_heads=2, initializer_range=0.3)
     model.eval()
-    ends = {tokenizer.eos_token_id}
     prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13], [14, 15]]
 
     def run(batch_size: int, rows: list[list[int]]) -> list[list[int]]:
-        sampler = transformers_generate(
-            model, pad_id=tokenizer.pad_token_id, eos_ids=ends, batch_size=batch_size, top_k=1
-        )
-        return sampler(rows, 12)[0]
+        sampler = continued(TransformersSampler(model, tokenizer, batch_size, progress=False), temperature=0.0)
+        return [one.ids for one in sampler(rows, 12)]
 
     alone = [run(1, [prompt])[0] for prompt in prompts]
     assert run(2, prompts) == alone
@@ -45,7 +41,7 @@ def test_budget_is_obeyed(budget: int) -> None:
     model.eval()
     torch.manual_seed(0)
     limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
-    sampler = transformers_generate(model, pad_id=tokenizer.pad_token_id, eos_ids=limits.eos_ids, temperature=1.0)
+    sampler = continued(TransformersSampler(model, tokenizer, 64, progress=False))
     prompts = [tokenizer("Tom has 3 apples.")["input_ids"], tokenizer("2 + 3 =")["input_ids"]] * 2
     done = budgeted_generate(prompts, sampler, limits)
     assert any(completion.was_cut for completion in done)

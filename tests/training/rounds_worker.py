@@ -84,15 +84,15 @@ KILLS: tuple[Callable[[], None], ...] = (in_sample, in_select, in_train, in_eval
 
 def asked_in_sample() -> None:
     """SIGTERM, twice, while the first batch is made: it is finished."""
-    made = round_parts.ModelSampler._samples
+    made = round_parts.ModelSampler.written
 
-    def sampled(self: Any, *given: Any) -> Any:
+    def sampled(self: Any, *given: Any, **named: Any) -> Any:
         if "round-1" in self.name:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        return made(self, *given)
+        return made(self, *given, **named)
 
-    round_parts.ModelSampler._samples = sampled  # type: ignore[method-assign]
+    round_parts.ModelSampler.written = sampled  # type: ignore[method-assign]
 
 
 def asked_in_train() -> None:

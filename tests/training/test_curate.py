@@ -18,11 +18,11 @@ import yaml
 
 from grpo_lab.cli import main
 from grpo_lab.data import load_file
+from grpo_lab.engines.sampler import TransformersSampler
 from grpo_lab.evaluation.curation_page import histogram, kept_examples
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.pipelines.sampler import ModelSampler
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -268,26 +268,26 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
     words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
     assert main([*words, str(tmp_path / "whole")]) == 0
-    folder, made = tmp_path / "stopped", ModelSampler._samples
+    folder, made = tmp_path / "stopped", TransformersSampler.__call__
     samples = folder / "pass_rates.jsonl"
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def asked_by(number: int) -> Any:
-        def sampled(*given: Any) -> Any:
+        def sampled(*given: Any, **named: Any) -> Any:
             os.kill(os.getpid(), number)
-            return made(*given)
+            return made(*given, **named)
 
         return sampled
 
     try:
         for number, code, problems in ((signal.SIGTERM, 75, 4), (signal.SIGINT, 130, 4), (signal.SIGUSR1, 75, 8)):
-            monkeypatch.setattr(ModelSampler, "_samples", asked_by(number))
+            monkeypatch.setattr(TransformersSampler, "__call__", asked_by(number))
             assert main([*words, str(folder)]) == code
             assert samples.read_bytes().count(b"\n") == 1 + problems
     finally:
         signal.signal(signal.SIGINT, before)
-    monkeypatch.setattr(ModelSampler, "_samples", made)
+    monkeypatch.setattr(TransformersSampler, "__call__", made)
     assert main([*words, str(folder), "--max_hours", "1e-9"]) == 75
     (folder / "STOP").touch()
     assert main([*words, str(folder)]) == 75

@@ -215,4 +215,4 @@ def test_a_mixture_from_a_recipe(tmp_path: Path) -> None:
     named = {name.split("/")[1] for name in rows[0] if name.startswith("rewards/") and name.endswith("/mean")}
     assert named >= {"accuracy_reward", "token_classification_steps"}
     with pytest.raises(ValueError, match="advantage: process"):
-        dry_run(recipe_from({**recipe, "objective": "grpo"}))
+        dry_run(recipe_from({**recipe, "objective": "grpo", "output_dir": str(tmp_path / "other")}))

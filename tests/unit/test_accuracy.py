@@ -159,9 +159,9 @@ def test_picklable_named_and_usable_from_a_thread(strict: AccuracyReward) -> Non
 def test_warm_up_starts_imports_only_for_golds_that_may_need_them() -> None:
     reward = AccuracyReward(workers=1)
     reward.warm_up(["18", "#### 1,000", "$\\frac{1}{2}$", "$7\\pi$", "\\text{Evelyn}", None, ""])
-    assert reward._verifier.pool.nursery_pid is None
+    assert reward._verifier.pool.fork_server_pid is None
     reward.warm_up(["18", "$x^2+1$"])
-    assert reward._verifier.pool.nursery_pid is not None
+    assert reward._verifier.pool.fork_server_pid is not None
     assert reward(completions=["\\boxed{1+x^2}"], solution=["$x^2+1$"]) == [1.0]
     reward.close()
 
@@ -175,7 +175,10 @@ def test_a_trainer_warms_its_accuracy_reward_up_before_it_loads_a_model() -> Non
     warm_up([reward, len], Dataset.from_dict({"solution": ["18", "$x^2+1$"]}))
     warm_up(numbers, Dataset.from_dict({"solution": ["18", "19"]}))
     warm_up(numbers, None)
-    assert (reward._verifier.pool.nursery_pid is None, numbers._verifier.pool.nursery_pid is None) == (False, True)
+    assert (reward._verifier.pool.fork_server_pid is None, numbers._verifier.pool.fork_server_pid is None) == (
+        False,
+        True,
+    )
     reward.close()
 
 

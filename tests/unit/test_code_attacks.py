@@ -24,7 +24,7 @@ import pytest
 from code_attacks import FORGED, GREEDY, HARMFUL, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
-from grpo_lab.sandbox import folder as folders
+from grpo_lab.sandbox import jail
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 30.0
@@ -137,10 +137,10 @@ def test_nothing_is_taken_beyond_the_limits(
     rounds = math.ceil(len(GREEDY) / WORKERS)  # most of them wait, so that more than there are cores can go on at once
     assert found["seconds"] < rounds * (WALL_S + ON_ITS_WAY_S)
     assert 100 << 20 < found["peak"] < MEMORY * 5 / 4  # "a result of 100 MB" is held, "a growing list" is ended
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(apart))
-    monkeypatch.setattr(folders, "_OLD_S", -1.0)
-    monkeypatch.setattr(folders, "_PATIENCE_S", 60.0)
-    with folders.empty_folder(frozenset(), 0.0):  # what could not be removed in time, the next that comes removes
+    monkeypatch.setattr(jail.tempfile, "tempdir", str(apart))
+    monkeypatch.setattr(jail, "_OLD_S", -1.0)
+    monkeypatch.setattr(jail, "_PATIENCE_S", 60.0)
+    with jail.empty_folder(frozenset(), 0.0):  # what could not be removed in time, the next that comes removes
         assert len(list(apart.glob("grpo_lab_code_*"))) == 1
 
 
@@ -231,8 +231,8 @@ def test_a_folder_is_removed_whatever_was_made_of_it(tmp_path: Path) -> None:
         here, above = os.open("d" * 200, os.O_RDONLY, dir_fd=here), here
         os.close(above)
     os.close(here)
-    assert not folders.remove(str(top), time.monotonic() - 1.0)
-    assert folders.remove(str(top), time.monotonic() + 60.0)
+    assert not jail.remove_folder(str(top), time.monotonic() - 1.0)
+    assert jail.remove_folder(str(top), time.monotonic() + 60.0)
     assert not top.exists()
     assert outside.stat().st_mode & 0o777 == 0o750
 
@@ -240,13 +240,13 @@ def test_a_folder_is_removed_whatever_was_made_of_it(tmp_path: Path) -> None:
 def test_a_folder_that_a_killed_worker_left_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(folders, "_OLD_S", -1.0)
+    monkeypatch.setattr(jail.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(jail, "_OLD_S", -1.0)
     left, outside = tmp_path / "grpo_lab_code_left", tmp_path / "outside"
     outside.mkdir()
     (left / "inside").mkdir(parents=True)
     (tmp_path / "grpo_lab_code_link").symlink_to(outside)
-    with folders.empty_folder(frozenset(), 0.0) as held, folders.empty_folder(frozenset(), 0.0) as other:
+    with jail.empty_folder(frozenset(), 0.0) as held, jail.empty_folder(frozenset(), 0.0) as other:
         assert [Path(held).is_dir(), Path(other).is_dir(), left.exists()] == [True, True, False]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["grpo_lab_code_link", "outside"]
 

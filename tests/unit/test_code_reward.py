@@ -21,7 +21,7 @@ import pytest
 from grpo_lab.data import coding_tasks
 from grpo_lab.rewards import CodeReward
 from grpo_lab.rewards.code import read_tests
-from grpo_lab.rewards.program_text import program_text
+from grpo_lab.rewards.completion import program_text
 from grpo_lab.trainer.arguments import warm_up
 
 ADD = "def add(a, b):\n    return a + b"
@@ -497,7 +497,7 @@ def test_a_trainer_is_told_of_the_walls_before_it_loads_a_model(caplog: pytest.L
     with caplog.at_level("INFO", logger="grpo_lab"):
         warm_up([made, len], None)
     assert "runs model-written programs behind" in caplog.text
-    assert made._judge.pool.nursery_pid is not None
+    assert made._judge.pool.fork_server_pid is not None
     with pytest.raises(ValueError, match="moat"):
         warm_up(lacking, None)
     made.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.rewards import CodeReward
-from grpo_lab.rewards.program_text import program_text
+from grpo_lab.rewards.completion import program_text
 from grpo_lab.sandbox.remote import Program
 from grpo_lab.sandbox.wire import frame
 

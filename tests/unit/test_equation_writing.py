@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from grpo_lab.rewards.arithmetic.equations import judged
-from grpo_lab.rewards.arithmetic.writing import plain
+from grpo_lab.rewards.arithmetic.equations import judged, plain
 
 pytestmark = pytest.mark.slow
 

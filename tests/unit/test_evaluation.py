@@ -9,13 +9,12 @@ import torch
 from datasets import Dataset
 
 from grpo_lab.engines.sampler import plain_generation_config, render_prompt
-from grpo_lab.engines.transformers_engine import transformers_generate
 from grpo_lab.evaluation import (
     Completion,
     EvaluationResult,
     EvaluationStopped,
     Outcome,
-    TransformersGenerator,
+    TransformersSampler,
     evaluate,
     paired_gain,
 )
@@ -85,13 +84,13 @@ def test_stops_at_every_eos_and_counts_it(model_and_tokenizer):
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, written[place]]
     try:
-        generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
+        generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
         [[stopped]] = generator([ids], n=1, temperature=0.0, max_new_tokens=9, seed=0)
     finally:
         model.generation_config.eos_token_id = before
-    assert (stopped.tokens, stopped.truncated) == (place + 1, False)
+    assert (len(stopped.ids), stopped.ended) == (place + 1, True)
     [[cut]] = generator([ids], n=1, temperature=0.0, max_new_tokens=place, seed=0)
-    assert (cut.tokens, cut.truncated) == (place, True)
+    assert (len(cut.ids), cut.ended) == (place, False)
 
 
 def test_a_batch_mate_that_goes_on_does_not_lengthen_a_finished_answer(model_and_tokenizer):
@@ -101,21 +100,21 @@ def test_a_batch_mate_that_goes_on_does_not_lengthen_a_finished_answer(model_and
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = stop
     try:
-        generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
+        generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
         found = generator(ids, n=1, temperature=0.0, max_new_tokens=9, seed=0)
     finally:
         model.generation_config.eos_token_id = before
     for one, [completion] in zip(ids, found, strict=True):
         written = greedy_by_hand(model, one, {stop, tokenizer.eos_token_id}, 9)
-        assert completion.tokens == len(written)
-        assert completion.truncated == (written[-1] not in {stop, tokenizer.eos_token_id})
-    assert {completion.truncated for [completion] in found} == {True, False}
+        assert completion.ids == written
+        assert completion.ended == (written[-1] in {stop, tokenizer.eos_token_id})
+    assert {completion.ended for [completion] in found} == {True, False}
 
 
 def test_the_models_own_generation_config_bends_nothing(model_and_tokenizer):
     """Qwen2.5-Instruct ships repetition_penalty 1.05, top_k 20, top_p 0.8: an evaluation must not inherit them."""
     model, tokenizer = model_and_tokenizer
-    generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
+    generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     calls = [{"n": 1, "temperature": 0.0}, {"n": 3, "temperature": 1.0}]
     plain = [generator(ids, **call, max_new_tokens=8, seed=5) for call in calls]
@@ -132,7 +131,7 @@ def test_the_models_own_generation_config_bends_nothing(model_and_tokenizer):
 def test_training_mode_comes_back_even_after_an_error(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     model.train()
-    generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
+    generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
     generator([[5, 6]], n=1, temperature=0.0, max_new_tokens=1, seed=0)
     assert model.training
     with pytest.raises(IndexError):
@@ -168,7 +167,7 @@ def test_sampling_is_the_softmax_at_the_temperature(model_and_tokenizer):
     """4,000 first tokens against softmax(logits/T). Total variation of a true sample is about √(K/(2πN)) ≤ 0.1 here."""
     model, tokenizer = model_and_tokenizer
     ids = tokenizer(PROMPTS[0])["input_ids"]
-    generator = TransformersGenerator(model, tokenizer, batch_size=4000, progress=False)
+    generator = TransformersSampler(model, tokenizer, batch_size=4000, progress=False)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]
     # Batch rows and not texts: several tokens may decode alike.
@@ -223,15 +222,27 @@ def test_rewards_get_messages_for_messages_and_every_column(model_and_tokenizer)
 # --- grading, with a scripted generator ---------------------------------------------------------------------------
 
 
+class Letters:
+    """A tokenizer of one token a letter, so that lengths can be counted by hand."""
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
 class Scripted:
     """Completions by temperature and place; stands where vLLM would."""
 
-    def __init__(self, greedy, sampled=()):
+    def __init__(self, tokenizer, greedy, sampled=()):
+        self.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
         self.texts = {True: [[text] for text in greedy], False: sampled}
 
     def __call__(self, prompts, *, n, temperature, max_new_tokens, seed):
         return [
-            [Completion(text, len(text), text.endswith("…")) for text in row] for row in self.texts[temperature == 0]
+            [Completion(self.encode(text), ended=not text.endswith("…")) for text in row]
+            for row in self.texts[temperature == 0]
         ]
 
 
@@ -242,18 +253,19 @@ def exact_reward(prompts, completions, solution, **columns):
     ]
 
 
-def scripted_result(tokenizer, **kwargs):
+def scripted_result(**kwargs):
+    tokenizer = Letters()
     rows = [{"prompt": f"q{i}", "solution": gold} for i, gold in enumerate(["18", "7", "3", None])]
     greedy = ["A: 18", "it is 8", "so then 4…", "x"]
     sampled = [["18", "9", "9", "18", "18"], ["7", "1", "2", "3", "4"], ["4", "4", "5", "3", "4"], ["1"] * 5]
     return evaluate(
         None, tokenizer, rows, reward=exact_reward, max_new_tokens=10, batch_size=1, n_samples=5, progress=False,
-        generate=Scripted(greedy, sampled), **kwargs,
+        generate=Scripted(tokenizer, greedy, sampled), **kwargs,
     )  # fmt: skip
 
 
-def test_numbers_by_hand(model_and_tokenizer):
-    result = scripted_result(model_and_tokenizer[1], answer=lambda text: text)
+def test_numbers_by_hand():
+    result = scripted_result(answer=lambda text: text)
     assert (result.n_problems, result.accuracy.n) == (4, 3)
     assert result.accuracy.value == pytest.approx(1 / 3)  # q3 is unscorable and in no accuracy
     assert result.unscorable_share == pytest.approx(1 / 4)
@@ -270,13 +282,13 @@ def test_numbers_by_hand(model_and_tokenizer):
     assert sorted(result.pass_at) == [1, 2, 4, 5]
 
 
-def test_pass_at_1_is_the_sampled_accuracy(model_and_tokenizer):
-    result = scripted_result(model_and_tokenizer[1])
+def test_pass_at_1_is_the_sampled_accuracy():
+    result = scripted_result()
     assert list(result.pass_at[1].to_dict().values()) == pytest.approx(list(result.sampled_accuracy.to_dict().values()))
 
 
-def test_without_a_reader_of_answers_there_is_no_vote(model_and_tokenizer):
-    result = scripted_result(model_and_tokenizer[1])
+def test_without_a_reader_of_answers_there_is_no_vote():
+    result = scripted_result()
     assert result.majority_at == {}
     assert result.summary()["sampled"]["majority_at"] == {}
 
@@ -290,7 +302,7 @@ def test_accuracy_rewards_own_reader_votes(model_and_tokenizer):
     try:
         result = evaluate(
             None, model_and_tokenizer[1], rows, reward=reward, max_new_tokens=10, batch_size=1, n_samples=5,
-            generate=Scripted(["#### 1200"], sampled), progress=False,
+            generate=Scripted(model_and_tokenizer[1], ["#### 1200"], sampled), progress=False,
         )  # fmt: skip
     finally:
         reward.close()
@@ -309,7 +321,7 @@ def test_all_unscorable_has_no_accuracy_and_says_so(model_and_tokenizer):
         reward=exact_reward,
         max_new_tokens=1,
         batch_size=1,
-        generate=Scripted(["a"]),
+        generate=Scripted(model_and_tokenizer[1], ["a"]),
     )
     assert result.accuracy is None
     assert result.unscorable_share == 1.0
@@ -328,7 +340,14 @@ def test_what_generate_and_reward_raise_comes_through(model_and_tokenizer):
     with pytest.raises(RuntimeError, match="out of memory"):
         evaluate(None, model_and_tokenizer[1], rows, reward=length_reward, generate=broken, **common)
     with pytest.raises(KeyError, match="verifier bug"):
-        evaluate(None, model_and_tokenizer[1], rows, reward=broken_reward, generate=Scripted(["a"]), **common)
+        evaluate(
+            None,
+            model_and_tokenizer[1],
+            rows,
+            reward=broken_reward,
+            generate=Scripted(model_and_tokenizer[1], ["a"]),
+            **common,
+        )
 
 
 # --- prompts that do not fit, Ctrl-C ------------------------------------------------------------------------------
@@ -357,7 +376,7 @@ def test_no_advice_that_cannot_be_followed(model_and_tokenizer):
     with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens.*Lower max_new_tokens to at most 50\d"):
         evaluate(model, tokenizer, rows_of(["2 + 2 =", "word " * 600]), max_new_tokens=512, **common)
     with pytest.raises(ValueError, match="No max_new_tokens"):
-        TransformersGenerator(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
+        TransformersSampler(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
 
 
 @pytest.mark.parametrize("number", [math.nan, 3e38])
@@ -368,10 +387,7 @@ def test_a_model_whose_scores_are_not_finite_is_no_bad_model(number):
         model.model.norm.weight.fill_(number)
     for temperature in (0.0, 1.0):
         with pytest.raises(NumbersError, match="scores of the next token are not finite"):
-            TransformersGenerator(model, tokenizer, 2)([[5, 6]], n=1, temperature=temperature, max_new_tokens=4, seed=0)
-        ids = ([[5, 6]], 4)
-        with pytest.raises(NumbersError, match="scores of the next token are not finite"):
-            transformers_generate(model, pad_id=0, eos_ids=[1])(*ids)
+            TransformersSampler(model, tokenizer, 2)([[5, 6]], n=1, temperature=temperature, max_new_tokens=4, seed=0)
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerState
 
-from grpo_lab.rewards.group import group_reward
-from grpo_lab.rewards.protocol import Group, GroupReward, scope_of, score_groups
+from grpo_lab.rewards.protocol import Group, GroupReward, group_reward, scope_of, score_groups
 
 
 @group_reward

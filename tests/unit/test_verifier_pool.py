@@ -195,7 +195,7 @@ if child == 0:  # what a data loader does: it holds a copy of every socket of ou
     os.close(1)
     time.sleep(600)
     os._exit(0)
-print(child, *pool.pids, pool.nursery_pid, flush=True)
+print(child, *pool.pids, pool.fork_server_pid, flush=True)
 threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()
 pool.run(["9**9**9**9", "__import__('time').sleep(60)"])
 """
@@ -216,15 +216,15 @@ def test_workers_in_the_middle_of_a_job_die_with_a_killed_program(meeting: list[
     running.stdout.close()
 
 
-def test_a_killed_nursery_costs_no_job(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_killed_fork_server_costs_no_job(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(["1"])
-    nursery, workers, begun, killed = pool.nursery_pid, pool.pids, tmp_path / "begun", tmp_path / "killed"
-    assert nursery is not None
+    fork_server, workers, begun, killed = pool.fork_server_pid, pool.pids, tmp_path / "begun", tmp_path / "killed"
+    assert fork_server is not None
 
     def kill() -> None:
         while not begun.exists():
             time.sleep(0.02)
-        os.kill(nursery, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
         killed.touch()
 
     killer = threading.Thread(target=kill)
@@ -232,14 +232,14 @@ def test_a_killed_nursery_costs_no_job(pool: WorkerPool, tmp_path: Path) -> None
     outcomes = pool.run([f"open({str(begun)!r}, 'w') and {when(f'os.path.exists({str(killed)!r})')}", "6"])
     killer.join()
     assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
-    assert pool.nursery_pid != nursery
+    assert pool.fork_server_pid != fork_server
     assert until_over(workers)
     assert [outcome.value for outcome in pool.run(["7"])] == [7]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_worker_holds_no_socket_but_its_own(pool: WorkerPool, meeting: list[str]) -> None:
-    """Not the nursery's, nor another worker's: it could speak for it."""
+    """Not the fork server's, nor another worker's: it could speak for it."""
     links = "[os.readlink(f'/proc/self/fd/{n}') for os in [__import__('os')] for n in range(64) if os.path.exists(f'/proc/self/fd/{n}')]"
     pool.run(meeting)
     for outcome in pool.run([links] * 4):
@@ -263,15 +263,15 @@ def test_a_killed_worker_is_replaced_by_a_fork_not_by_new_imports(
 
 def test_warm_up_returns_at_once_and_the_first_job_finds_the_imports_done(pool: WorkerPool) -> None:
     pool.warm_up()
-    nursery = pool.nursery_pid
-    assert nursery is not None
-    assert alive(nursery)
+    fork_server = pool.fork_server_pid
+    assert fork_server is not None
+    assert alive(fork_server)
     assert pool.pids == []
     pool.warm_up()
     assert [outcome.value for outcome in pool.run(["1"])] == [1]
-    assert pool.nursery_pid == nursery
+    assert pool.fork_server_pid == fork_server
     pool.close()
-    assert not alive(nursery)
+    assert not alive(fork_server)
 
 
 def test_started_in_a_thread_that_ends_the_workers_stay(pool: WorkerPool, meeting: list[str]) -> None:
@@ -280,7 +280,7 @@ def test_started_in_a_thread_that_ends_the_workers_stay(pool: WorkerPool, meetin
     thread.start()
     thread.join()
     pids = pool.pids
-    time.sleep(0.7)  # longer than the nursery looks away
+    time.sleep(0.7)  # longer than the fork server looks away
     assert len(pids) == 2
     assert all(map(alive, pids))
     assert [outcome.value for outcome in pool.run(["3", "4"])] == [3, 4]

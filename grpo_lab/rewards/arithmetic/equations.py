@@ -3,20 +3,32 @@ r"""Written arithmetic judged by exact fractions: which equations a text states,
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to. What cannot be read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that guesses
-would pay for confusing it. Nothing is ever handed to ``eval``; size and depth are bounded, so a hostile text costs its length.
+How people and models write arithmetic is first put into one plain form: LaTeX, Unicode, currency, percent, mixed numbers, remainders,
+units. What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it is not taken for the whole
+(``17 mod 5 = 2`` is not ``5 = 2``).
+
+A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to. What cannot be
+read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that guesses would pay for confusing it.
+Nothing is ever evaluated as Python; every pattern, size and depth is bounded, so that a hostile text costs its length.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
+import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo_lab.rewards.arithmetic.writing import ABOUT, plain
+from grpo_lab.verifiers.quantity import value_of_sign
 
+ABOUT = "≈"
+#: in the place of what is not read; ties what follows to it
+_NOT_READ = " § *"
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 #: longest side of an equation that is read, in characters, and deepest nesting
 MAX_SIDE, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 400, 60, 64, 2048
 
@@ -30,6 +42,13 @@ _BREAK = re.compile(
     r"[;\n]|\((?=[a-z]{2})|[.!?,:](?=\s|$)|\b(?:and|so|then|where|which|because|since|therefore)\b", re.IGNORECASE
 )
 _OPEN, _CLOSE = "([{", ")]}"
+_AS_PYTHON = {"^": "**", "[": "(", "{": "(", "]": ")", "}": ")"}
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @dataclass(frozen=True)
@@ -59,12 +78,64 @@ def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation
 
 
 def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fraction:
-    """The exact value of ``1 + 2*(3 - 4)/5^2``. Raises ``NotArithmetic``."""
-    reader = _Reader(expression, names or {})
-    value = reader.sum(0)
-    if reader.token is not None:
-        raise NotArithmetic(f"{expression[:40]!r} goes on after an expression")
+    """The exact value of ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds; ``2(3)`` and ``-2^2`` as on paper. Raises ``NotArithmetic``."""
+    if len(expression) > 4 * MAX_SIDE:
+        raise NotArithmetic("too long")
+    values: list[Fraction] = []
+    written, depth, place = "", 0, 0
+    while match := _TOKEN.match(expression, place):
+        place = match.end()
+        kind, token = str(match.lastgroup), match[str(match.lastgroup)]
+        if kind == "sign":
+            depth += (token in _OPEN) - (token in _CLOSE)
+            implicit = token in _OPEN and written.endswith((")", "_"))
+            written += " *" * implicit + " " + _AS_PYTHON.get(token, token)
+        else:
+            values.append(_operand(kind, token, names or {}))
+            written += f" _{len(values) - 1}_"
+        if depth > MAX_DEPTH:
+            raise NotArithmetic("nested too deeply")
+    if expression[place:].strip(" .\t\"'"):
+        raise NotArithmetic(f"{expression[place:][:20]!r}")
+    try:
+        return _evaluated(ast.parse(written.strip(), mode="eval").body, values)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise NotArithmetic(f"{expression[:40]!r} is no expression") from None
+
+
+def _operand(kind: str, token: str, names: dict[str, Fraction]) -> Fraction:
+    if kind == "number" and len(token) <= 40:
+        return Fraction(token)
+    if token not in names:
+        raise NotArithmetic(f"{token[:20]!r}")
+    return names[token]
+
+
+def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
+    """Operations from the left, without recursion along a sum or a row of signs."""
+    operations: list[ast.BinOp | ast.UnaryOp] = []
+    while isinstance(node, ast.BinOp | ast.UnaryOp):
+        operations.append(node)
+        node = node.left if isinstance(node, ast.BinOp) else node.operand
+    if not isinstance(node, ast.Name):
+        raise NotArithmetic("empty brackets")
+    value = values[int(node.id.strip("_"))]
+    for one in reversed(operations):
+        if isinstance(one, ast.UnaryOp):
+            value = -value if isinstance(one.op, ast.USub) else value
+        else:
+            value = _bounded(_operated(one.op, value, _evaluated(one.right, values)))
     return value
+
+
+def _operated(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    if isinstance(sign, ast.Pow):
+        if right.denominator != 1 or abs(right) > MAX_EXPONENT or (left == 0 and right < 0):
+            raise NotArithmetic("an exponent that is not read")
+        return left**right.numerator
+    if isinstance(sign, ast.Div) and right == 0:
+        raise NotArithmetic("divides by zero")
+    return _OPERATIONS[type(sign)](left, right)
 
 
 def _chains(text: str) -> Iterator[list[str]]:
@@ -195,94 +266,90 @@ def _balanced(piece: str, first: bool) -> str | None:
     return None
 
 
-class _Reader:
-    """Recursive descent: sum → product → power → atom. Brackets of all three kinds; ``2(3)`` and ``-2^2`` as on paper."""
-
-    def __init__(self, text: str, names: dict[str, Fraction]) -> None:
-        if len(text) > 4 * MAX_SIDE:
-            raise NotArithmetic("too long")
-        self.text, self.names, self.place = text, names, 0
-        self.token: tuple[str, str] | None = None
-        self._next()
-
-    def _next(self) -> None:
-        match = _TOKEN.match(self.text, self.place)
-        if match is None:
-            if self.text[self.place :].strip(" .\t\"'"):
-                raise NotArithmetic(f"{self.text[self.place :][:20]!r}")
-            self.token = None
-            return
-        self.place = match.end()
-        self.token = (str(match.lastgroup), match[str(match.lastgroup)])
-
-    def _is(self, signs: str) -> bool:
-        return self.token is not None and self.token[0] == "sign" and self.token[1] in signs
-
-    def sum(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise NotArithmetic("nested too deeply")
-        value = self.product(depth)
-        while self._is("+-"):
-            sign = 1 if self._is("+") else -1
-            self._next()
-            value = _bounded(value + sign * self.product(depth))
-        return value
-
-    def product(self, depth: int) -> Fraction:
-        value = self.signed(depth)
-        while self._is("*/([{"):
-            divides, implicit = self._is("/"), self._is(_OPEN)
-            if not implicit:
-                self._next()
-            factor = self.signed(depth)
-            if divides and factor == 0:
-                raise NotArithmetic("divides by zero")
-            value = _bounded(value / factor if divides else value * factor)
-        return value
-
-    def signed(self, depth: int) -> Fraction:
-        sign = 1
-        while self._is("+-"):
-            sign = -sign if self._is("-") else sign
-            self._next()
-        return sign * self.power(depth)
-
-    def power(self, depth: int) -> Fraction:
-        base = self.atom(depth)
-        if not self._is("^"):
-            return base
-        self._next()
-        if depth >= MAX_DEPTH:
-            raise NotArithmetic("nested too deeply")
-        exponent = self.signed(depth + 1)
-        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (base == 0 and exponent < 0):
-            raise NotArithmetic("an exponent that is not read")
-        return _bounded(base**exponent.numerator)
-
-    def atom(self, depth: int) -> Fraction:
-        if self.token is None:
-            raise NotArithmetic("ends too early")
-        kind, text = self.token
-        if kind == "number" and len(text) <= 40:
-            self._next()
-            return Fraction(text)
-        if kind == "name" and text in self.names:
-            self._next()
-            return self.names[text]
-        if kind == "sign" and text in _OPEN:
-            self._next()
-            value = self.sum(depth + 1)
-            if not self._is(_CLOSE):
-                raise NotArithmetic("a bracket is not closed")
-            self._next()
-            return value
-        raise NotArithmetic(f"{text[:20]!r}")
-
-
 def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise NotArithmetic("too large")
     return value
 
 
-__all__ = ["Equation", "NotArithmetic", "judged", "value_of"]
+def _vulgar(match: re.Match[str]) -> str:
+    whole, part = match[1], value_of_sign(match[2])
+    return f"({whole}+{part})" if whole else f"({part})"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, top, bottom = match.groups()
+    return f"({whole}+{top}/{bottom})" if int(top) < int(bottom) else match[0]
+
+
+def _root(match: re.Match[str]) -> str:
+    root = math.isqrt(int(match[1]))
+    return f"({root})" if root * root == int(match[1]) else _NOT_READ
+
+
+def _factorial(match: re.Match[str]) -> str:
+    return f"({math.factorial(int(match[1]))})" if int(match[1]) <= 20 else _NOT_READ
+
+
+def _remainder(match: re.Match[str]) -> str:
+    """``17 / 5 = 3 remainder 2`` says 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not read."""
+    number, divisor, quotient, rest = match.groups()
+    return f"{number} = {quotient}*{divisor}+{rest}" if int(rest) < int(divisor) else _NOT_READ
+
+
+_FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"[^\S\n]+"), " "),
+    (re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\(?:text|mathrm)\{([^{}]{0,60})\}"), r" \1 "),
+    (re.compile(r"\\boxed\{([^{}]{1,60})\}"), r" \1 "),
+    (re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^\n]{1,200}?)(?<=[^\s*])\*\*(?![\w(*])"), r"\1"),
+    (re.compile(r"(\d) ?\\[dt]?frac ?\{(\d{1,6})\} ?\{(\d{1,6})\}"), r"\1 \2/\3"),
+    (re.compile(r"\\[dt]?frac ?\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}"), r"((\1)/(\2))"),
+    (re.compile(r"\\[dt]?frac ?(\d)(\d)(?!\d)"), r"((\1)/(\2))"),
+    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|[×⋅·∙]"), "*"),
+    (re.compile(r"\\div(?![a-zA-Z])|÷"), "/"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"[−–]"), "-"),
+    (re.compile(r"—|→|⇒|=>|->|\\(?:right|Right)arrow(?![a-zA-Z])"), " ; "),
+    (re.compile(r"≈|≅|≃|~=|\\approx(?![a-zA-Z])|\\simeq(?![a-zA-Z])"), f"= {ABOUT} "),
+    (re.compile(r"(\$[^=;\n]{1,60}= ?)(\d[\d.]{0,10}) ?(?:cents?\b|¢)"), r"\1(\2/100)"),
+    (re.compile(r"°|\^ ?\\circ|\^ ?\{\\circ\}"), ""),
+    (re.compile(r"\\?\$|[€£]|\\\(|\\\)|\\\[|\\\]|&"), ""),
+    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?m)^ ?(?:[-*] (?=\d)|• |\d{1,2}\) (?=[\d(]))"), ""),
+    (re.compile(r"(?<=[a-zA-Z])[²³](?![⁰¹²³⁴⁵⁶⁷⁸⁹])"), ""),
+    (re.compile(r"(?<![⁰¹²³⁴⁵⁶⁷⁸⁹⁻\]])(?:√|\\?\bsqrt) ?[({]? ?(\d{1,12}) ?[)}]?(?![\d.])"), _root),
+    (re.compile(r"[√∛∜]|\\?\bsqrt(?![a-zA-Z])"), _NOT_READ),
+    (re.compile(r"(?<=[\d)}])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,4}"), lambda match: "^" + match[0].translate(_SMALL)),
+    (re.compile(r"(?<![\d.])(\d{1,9})? ?([½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])"), _vulgar),
+    (re.compile(r"(?<![\d.] )(?<![\d./^])(\d{1,9}) (\d{1,3})/(\d{1,3})(?![\d./^])"), _mixed),
+    (re.compile(r"(?<![\d./])(\d{1,9}) and \(?(\d{1,3})/(\d{1,3})\)?(?! ?[=\d./])"), _mixed),
+    (re.compile(r"/ (\d{1,6}/\d{1,6})(?![\d./])"), r"/ (\1)"),
+    (re.compile(r"(?<![\d.])(\d{1,2})!(?!=) ?(?=[=*/+\-)])"), _factorial),
+    (re.compile(r"(?<=\d)!(?!=)"), f"{_NOT_READ} "),
+    (
+        re.compile(
+            r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
+            r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
+        ),
+        _remainder,
+    ),
+    (re.compile(r"= ?(\d{1,9})(?=[^=;\n]{0,20}\bremainder\b)"), rf"= {_NOT_READ} \1"),
+    (re.compile(r"(?<![\d.%])(\d[\d.]{0,15}) ?[-+] ?(?=\d[\d.]{0,15} ?\\?%(?! of\b))"), _NOT_READ),
+    (re.compile(r"(\d[\d.]{0,15}) ?\\?% of (?=[\d(])"), r"(\1/100)*"),
+    (re.compile(r"(?<![\d./=] )(?<![\d./=])(\d{1,6} ?/ ?\d{1,6}) of (?=[\d(])"), r"(\1)*"),
+    (re.compile(r"\b(?:of|mod|percent)(?: (?:the|all|his|her|its|their|these|those))? (?=[\d(])"), _NOT_READ),
+    (re.compile(r"(\d[\d.]{0,15}) ?\\?%(?! ?\d)"), r"(\1/100)"),
+    (re.compile(r"(?<=\d) ?\\?%(?= ?\d)"), _NOT_READ),
+    (re.compile(r"(?<=\d)(?::| : |,)(?=\d)"), _NOT_READ),
+    (re.compile(r"(?<=[\d)\s])[xX] ?(?=[\d.(])"), " * "),
+    (re.compile(r"(\d) ([a-z]{1,20})(?= ?[-+] ?\d[\d.]{0,15} \2\b)"), r"\1"),
+    (re.compile(r"([-+*/] ?\d[\d.]{0,15}) ([a-z]{1,19}?)s? ?=(?= ?-?\d[\d.]{0,15} \2s?\b)"), r"\1 ="),
+]
+
+
+def plain(text: str) -> str:
+    """``text`` with what is arithmetic in it in the form that the reader of expressions knows."""
+    for pattern, form in _FORMS:
+        text = pattern.sub(form, text)
+    return text

@@ -1,12 +1,10 @@
-r"""``EquationSteps``: a rule-based process reward that judges every written equation of a worked solution.
+r"""What a worked solution calculates: a rule-based process reward of it, and the list of its equations.
 
-What a solution calculates, as a list: two texts with the same list are one way of solving (RFT, arXiv 2308.01825, section 3.3).
+``EquationSteps`` judges every written equation. ``equation_list``: two texts with the same list are one way of solving (RFT, arXiv
+2308.01825, section 3.3): "Ann has 4 * 6 = 24 stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19").
 
-"Ann has 4 * 6 = 24 stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19")
-
-``worked_out``: whether a completion writes a calculation down. To be watched beside an accuracy, at weight 0, not to be paid for.
-
-"Ann has 4*6=24 stamps.\n#### 24" -> 1        "#### 24" -> 0        "x = 24" -> 0
+``worked_out``: whether a completion writes a calculation down. To be watched beside an accuracy, at weight 0, not to be paid for:
+"Ann has 4*6=24 stamps.\n#### 24" -> 1, "#### 24" -> 0, "x = 24" -> 0.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class EquationSteps(SplitStepReward):
     """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not scored else.
 
     Exact fractions; decimals as rounded as they are written; chains ``a = b = c`` link by link; a name that the solution set
-    (``A = 3 + 4``) stands for its value in later steps. What is not arithmetic on both sides is not judged (``equations``), so a
+    (``A = 3 + 4``) is its value in later steps. What is not arithmetic on both sides is not judged (``equations``), so a
     wrong *plan* in right arithmetic is not seen, and a model could learn to write trivial equations: use it beside an outcome reward.
 
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 
 from grpo_lab.rewards.language.words import LANGUAGES_OF_GROUP, Word, has_kana
 
-__all__ = ["Likelihoods", "word_likelihoods"]
-
 Likelihoods = NDArray[np.float64]
 
 UNSEEN = 1e-7
@@ -155,6 +153,6 @@ def _offline_library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"LanguageConsistencyReward tells languages of one script apart with wordfreq and lingua-language-detector, and "
+            f"LanguageConsistencyReward distinguishes languages of one script with wordfreq and lingua-language-detector, and "
             f"{name!r} cannot be imported here ({error}). Install them: pip install 'grpo_lab[language]'"
         ) from error

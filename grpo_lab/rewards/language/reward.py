@@ -5,9 +5,9 @@
 Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the reward
 is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
 
-The paper says neither what a word is nor how its language is found. Ours, in the files of these names:
-``language_words`` (what counts), ``scripts`` (writing systems), ``language_evidence`` and ``language_mixture`` (languages
-that share a script). How well it works, with figures: ``docs/algorithms/language_consistency.md``.
+The paper says neither what a word is nor how its language is found. Ours: ``words`` (what counts, and in which script),
+``evidence`` and ``shares`` (languages that share a script). How well it works, with figures:
+``docs/algorithms/language_consistency.md``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from grpo_lab.rewards.language.shares import language_shares
 from grpo_lab.rewards.language.words import GROUP_OF_LANGUAGE, known_languages
 from grpo_lab.rewards.protocol import Scope
 
-__all__ = ["LanguageConsistencyReward"]
-
 FROM_PROMPT = "prompt"
 
 
@@ -31,8 +29,8 @@ class LanguageConsistencyReward:
     """``(completions=[…]) -> [share, …]``, each in [0, 1].
 
     Args:
-        target: a language code (``en``, ``zh``, …; ``scripts.known_languages()`` lists them), or ``"prompt"``: the language
-            that most words of the row's prompt are in. A prompt whose language cannot be told (formulas only, two languages
+        target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the language
+            that most words of the row's prompt are in. A prompt whose language is not clear (formulas only, two languages
             in equal parts) makes the row unscorable: ``None``.
         empty: the value of reasoning without a single countable word: nothing at all, or only digits and formulas. 0 by
             default, because a policy finds whatever pays: with 1 the cheapest way out of mixed-language reasoning is no

@@ -1,12 +1,8 @@
 """Text → how many words it has and which share of them is in which language.
 
-First the script of each word (``scripts``), then, within a script that several languages share, the mixture of languages
-that explains its words best (``language_mixture``).
-
-Which share of the words is in which language: a text as a mixture of languages.
-
-A single word often belongs to several languages ("no", "animal", "a"); a text hardly ever. So the words are not judged one
-by one. With p(w | l) from ``language_evidence`` the shares π are those that make the text most likely,
+First the script of each word (``words``). Then, within a script that several languages share, the mixture of languages that explains
+its words best: a single word often belongs to several ("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the
+shares π are those that make the text most likely,
 
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
 
@@ -116,7 +112,7 @@ class LanguageShares:
 def language_shares(text: str, expected: str | None = None) -> LanguageShares:
     """Share of each language in the words of ``text``; no words, no shares.
 
-    ``expected`` is the language to which words go that fit several equally (``language_mixture.DOUBT``).
+    ``expected`` is the language to which words go that fit several equally (``DOUBT``).
     """
     groups: dict[str, list[Word]] = {}
     letters = 0
@@ -125,7 +121,9 @@ def language_shares(text: str, expected: str | None = None) -> LanguageShares:
             letters += 1
         else:
             groups.setdefault(word.group, []).append(word)
-    sizes = _without_foreign_names({group: _size(words) for group, words in groups.items()}, groups)
+    sizes = _without_foreign_names(
+        {group: float(sum(map(_words_in, words))) for group, words in groups.items()}, groups
+    )
     if "latin" in sizes:  # a letter is a word as far as the prose around it explains, else a variable
         sizes["latin"] += min(letters, LETTERS_PER_WORD * sizes["latin"])
     total = sum(sizes.values())
@@ -149,10 +147,6 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
         word_likelihoods(distinct, group), counts, languages.index(expected) if expected in languages else None
     )
     return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
-
-
-def _size(words: Sequence[Word]) -> float:
-    return float(sum(_words_in(word) for word in words))
 
 
 def _words_in(word: Word) -> int:

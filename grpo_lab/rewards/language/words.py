@@ -1,18 +1,16 @@
-r"""Text → the words that say something about its language.
+r"""Text → the words that say something about its language, each with its script.
 
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
 formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
 or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
-evidence is weighed (``language_evidence``, ``language_shares``), since no rule on one word can tell them.
+evidence is weighed (``evidence``, ``shares``), since no rule on one word can recognise them.
 
 Two rules keep the neutral places from being used to hide prose: characters of other scripts than Latin and Greek count
 wherever they stand (code and formulas are written in Latin and Greek letters), and the contents of ``\text{…}`` count as
 prose. Every pattern is linear in the length of the text: model text is hostile.
 
-Writing systems: which script a character is in, which languages we tell apart within one, how words are counted.
-
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
-in different groups are told apart by their characters alone; within a group by ``language_evidence``.
+in different groups differ in their characters alone; within a group ``evidence`` decides.
 """
 
 from __future__ import annotations
@@ -54,23 +52,8 @@ zh, ja: characters per English word of the same sentences, measured on the paral
 913/597 and 723/307. th: average length of a Thai word (no parallel data here).
 """
 
-_UNICODE_NAMES = {
-    "LATIN": "latin",
-    "CYRILLIC": "cyrillic",
-    "ARABIC": "arabic",
-    "CJK": "cjk",
-    "HIRAGANA": "cjk",
-    "KATAKANA": "cjk",
-    "KATAKANA-HIRAGANA": "cjk",
-    "IDEOGRAPHIC": "cjk",
-    "HANGUL": "hangul",
-    "DEVANAGARI": "devanagari",
-    "BENGALI": "bengali",
-    "TAMIL": "tamil",
-    "GREEK": "greek",
-    "HEBREW": "hebrew",
-    "THAI": "thai",
-}
+_CJK = "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA IDEOGRAPHIC"
+_UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.fromkeys(_CJK.split(), "cjk")
 
 
 @lru_cache(maxsize=65_536)
@@ -97,40 +80,23 @@ class Word(NamedTuple):
     capitalised: bool
 
 
-_NEUTRAL_WORDS = frozenset(
-    {
-        *(
-            "sin",
-            "cos",
-            "tan",
-            "cot",
-            "sec",
-            "csc",
-            "arcsin",
-            "arccos",
-            "arctan",
-            "log",
-            "ln",
-            "exp",
-            "lim",
-            "sup",
-            "inf",
-        ),
-        *("max", "min", "gcd", "lcm", "mod", "det", "sqrt", "frac", "cdot", "boxed"),
-        *("km", "cm", "mm", "kg", "mg", "ml", "kph", "mph", "lbs", "ft", "oz", "hr", "hrs", "sq", "cu"),
-    }
+_SYMBOLS = (
+    "sin cos tan cot sec csc arcsin arccos arctan log ln exp lim sup inf "
+    "max min gcd lcm mod det sqrt frac cdot boxed "
+    "km cm mm kg mg ml kph mph lbs ft oz hr hrs sq cu"
 )
+_NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
 """Single letters a–z that are a word somewhere (English "a", Spanish "y", Portuguese "o"). They can as well be variables."""
 
 _ENVIRONMENTS = (
-    *("align", "aligned", "alignat", "alignedat", "equation", "gather", "gathered", "array", "eqnarray", "multline"),
-    *("split", "cases", "matrix", "pmatrix", "bmatrix", "vmatrix"),
+    "align aligned alignat alignedat equation gather gathered array eqnarray "
+    "multline split cases matrix pmatrix bmatrix vmatrix"
 )
 _PAIRS = (
     ("[asy]", "[/asy]"),
-    *((f"\\begin{{{name}{star}}}", f"\\end{{{name}{star}}}") for name in _ENVIRONMENTS for star in ("", "*")),
+    *((f"\\begin{{{name}{star}}}", f"\\end{{{name}{star}}}") for name in _ENVIRONMENTS.split() for star in ("", "*")),
     *(("\\[", "\\]"), ("\\(", "\\)"), ("<<", ">>")),
 )
 _FENCE = re.compile(r"```|~~~")

@@ -5,7 +5,7 @@ rewards); equality by math-verify. How we differ from TRL's `accuracy_reward`: t
 from the model's *own* answer where a base model runs on), not searched for by math-verify; comparison happens in
 processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 
-The gold answer inside a `solution` column: a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
+The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
-from grpo_lab.rewards.arithmetic.equations import judged
-from grpo_lab.rewards.arithmetic.writing import plain
+from grpo_lab.rewards.arithmetic.equations import judged, plain
 from grpo_lab.rewards.completion import completion_text, prompt_text
 from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_in_words, stated_expression
 from grpo_lab.rewards.math.extraction import Answer, extract_answer
@@ -30,7 +29,7 @@ _SHORT = 60
 
 
 def gold_answer(solution: Any) -> str | None:
-    """The answer a solution ends with, or None where there is none to be had.
+    """The answer a solution ends with, or None where there is none.
 
     Whether the answer itself can be compared with anything is the verifier's to say (`kind_of_gold`).
     """
@@ -227,7 +226,7 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
-    """(gold, answer) as they stand; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
+    """(gold, answer) as written; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
     counted = tuple(in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))

@@ -1,8 +1,6 @@
 """From a few words to the one expression they state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
 
-Every scan is linear in the text: no pattern here can revisit what it has passed (each repeats one character class).
-
-A number in running text with all that belongs to it: what follows may change its value, or make it one of several.
+A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
 
     "12 million people"          -> "12 million"
     "3 and a half hours"         -> "3 and a half"
@@ -10,7 +8,7 @@ A number in running text with all that belongs to it: what follows may change it
     "3 apples and 5 pears"       -> "3 apples and 5"      (several answers: equal to no single number)
     "18 because 3 + 15 = 18"     -> "18"
 
-Every pattern here looks a bounded number of words ahead.
+Every scan is linear in the text: no pattern revisits what it has passed, and each looks a bounded number of words ahead.
 """
 
 from __future__ import annotations
@@ -162,16 +160,13 @@ def math_spans(text: str) -> list[Span]:
             continue
         if opened is not None and mark == _CLOSING[opened[0]]:
             inside = text[opened[2] : token.start()]
-            if inside.strip() and len(inside) <= _MAX_SPAN and not ("$" in mark and _is_prose(inside)):
+            is_prose = "$" in mark and ("\n\n" in inside or len(prose_words(inside)) > 1)
+            if inside.strip() and len(inside) <= _MAX_SPAN and not is_prose:
                 spans.append(Span(opened[1], token.end(), inside))
                 opened = None
                 continue
         opened = (mark, token.start(), token.end()) if mark in _CLOSING else None
     return spans
-
-
-def _is_prose(inside: str) -> bool:
-    return "\n\n" in inside or len(prose_words(inside)) > 1
 
 
 def is_expression(text: str) -> bool:
@@ -196,14 +191,18 @@ def stated_expression(content: str) -> str | None:
     content = content.strip(_MARKDOWN).rstrip(".")
     if _FIGURES.fullmatch(content):
         return content
-    return _whole_or_leading(content) or _after_last_verb(content) or _only(content)
+    stated = _whole_or_leading(content) or _after_last_verb(content)
+    if stated:
+        return stated
+    found = expressions_in(content)
+    return found[0][1] if len(found) == 1 and not _COUNTED_IN_WORDS.search(content) else None
 
 
 def _whole_or_leading(content: str) -> str | None:
     content = content.strip(_MARKDOWN)
-    if is_expression(content.replace("$", "")) and not _several_spans(content):
-        return content
     spans = math_spans(content)
+    if is_expression(content.replace("$", "")) and (content.count("$") <= 2 or len(spans) <= 1):
+        return content
     if spans and spans[0].start == 0:
         return _leading_spans(content, spans)
     return _leading_number(content)
@@ -217,10 +216,6 @@ def _leading_number(content: str) -> str | None:
     sign = _SIGN_IN_WORDS.match(content)
     rest = _leading_number(content[sign.end() :]) if sign else None
     return f"-{rest}" if rest else None
-
-
-def _several_spans(content: str) -> bool:
-    return content.count("$") > 2 and len(math_spans(content)) > 1
 
 
 def _leading_spans(content: str, spans: list[Span]) -> str:
@@ -260,11 +255,6 @@ def _side_by_side(content: str, heads: list[re.Match[str]]) -> bool:
         return False
     between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
     return between is not None and not _SUMMARY.search(between[1])
-
-
-def _only(content: str) -> str | None:
-    found = expressions_in(content)
-    return found[0][1] if len(found) == 1 and not _COUNTED_IN_WORDS.search(content) else None
 
 
 def expressions_in(text: str) -> list[tuple[int, str]]:

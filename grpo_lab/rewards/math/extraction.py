@@ -2,17 +2,14 @@ r"""Which part of a completion is its answer.
 
 1. With `</think>`: only what follows it. An unclosed `<think>` holds no answer yet (strict), or all there is (lenient).
 2. The markers, each valid only with an answer in it:
-   `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `#### ..`, a line `A: ..`, "the answer is .." / "Answer: ..".
+   `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `#### ..` where it is no heading, a line `A: ..`, "the answer is .." /
+   "Answer: ..".
 3. What comes after the first valid marker is cut where the model runs on into a question of its own (`run_on`).
 4. Within what is left: a closed `<answer>` decides, by the last one; otherwise the last marker in the text wins.
    Boxes that belong together (`\boxed{1} and \boxed{2}`) are one list.
 5. No marker: strict reads nothing; lenient reads all of it when it is one expression, else the last expression.
 
 All scans are linear in the length of the completion.
-
-Where the `\boxed{...}` and `\fbox{...}` of a text are, and `\boxed 5`. Linear in its length.
-
-Is `#### ...` a markdown heading, or GSM8K's mark before the answer?
 """
 
 from __future__ import annotations
@@ -171,7 +168,7 @@ def _after_thinking(completion: str) -> str | None:
             return completion
         before = completion[:opened]
         return before if _markers(before) else None
-    again = text.find("<think>")  # a second round of thinking: run-on if an answer stands before it
+    again = text.find("<think>")  # a second round of thinking: run-on if an answer comes before it
     while again != -1 and not _markers(text[:again]):
         _, closed, text = text[again:].partition("</think>")
         if not closed:

@@ -1,39 +1,33 @@
-r"""HashesReward: verl's rule for GSM8K. 1.0 where the number after `#### ` is the gold answer, letter by letter.
+r"""Rewards as other projects pay them, to compare with: verl's for GSM8K, and the last box.
 
-Source: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict". The pattern is
-`#### (-?[0-9.,]+)`, commas are taken out, and the rest must *equal* the gold as text.
+``HashesReward``: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict". The pattern is
+`#### (-?[0-9.,]+)`, commas are taken out, and the rest must *equal* the gold as text. So `#### 18.0`, `#### 18.`, `#### $18`, `####18` and
+`#### Final Answer: 18` all earn 0 with a gold of 18, where `AccuracyReward` gives 1 to each; and a right answer in a box or a sentence
+earns 0, too. It measures the format as much as the mathematics: Qwen2.5-0.5B-Instruct scores 0.1% by it before training and 54.3% after
+(docs/reproduce.md).
 
-So `#### 18.0`, `#### 18.`, `#### $18`, `####18` and `#### Final Answer: 18` all earn 0 with a gold of 18, where
-`AccuracyReward` gives 1 to each; and a right answer in a box or a sentence earns 0, too. It measures the format as much as the
-mathematics: Qwen2.5-0.5B-Instruct scores 0.1% by it before training and 54.3% after (docs/reproduce.md).
-
-BoxedReward: as `AccuracyReward`, but the answer is the last `\boxed{}` of the completion, and nothing else.
-
-Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero (understand_r1_zero/math_grader.py); the reward of
-ServiceNow/TapeAgents (examples/rl_gsm8k/orchestrate_rl.py), which pays -1 where no answer can be read (`unreadable`).
-
-How it differs from `AccuracyReward(mode="strict")`: no other marker counts, thinking tags are not looked at, and a completion
-that runs on into questions of its own is judged by the last box of all (the sources do not cut it). How it differs from the
-sources: equality is math-verify's in a process that can be killed, not their normalisation by Hendrycks and sympy (of theirs
-TapeAgents' compares the first whole number in the box); and a completion cut at its length limit earns what its box earns
-(understand-r1-zero pays it 0, TapeAgents -1).
+``BoxedReward``: `boxed_reward_fn` of sail-sg/understand-r1-zero (understand_r1_zero/math_grader.py); the reward of ServiceNow/TapeAgents
+(examples/rl_gsm8k/orchestrate_rl.py), which pays -1 where no answer can be read (`unreadable`). Unlike in `AccuracyReward(mode="strict")`
+no other marker counts, thinking tags are not looked at, and a completion that runs on into questions of its own is judged by the last box
+of all (the sources do not cut it). Unlike in the sources equality is math-verify's in a process that can be killed, not their normalisation
+by Hendrycks and sympy (of theirs TapeAgents' compares the first whole number in the box); and a completion cut at its length limit earns
+what its box earns (understand-r1-zero pays it 0, TapeAgents -1).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import RowReward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, digits
 from grpo_lab.rewards.math.extraction import Answer, boxed_answers
 
 _HASHED = re.compile(r"#### (-?[0-9.,]+)")
 
 
-class HashesReward:
-    """verl's strict GSM8K score.
+class HashesReward(RowReward):
+    """verl's strict GSM8K score: 1.0 where the number after `#### ` is the gold answer, letter by letter, else 0.0.
 
     Args:
         take: which `#### number` of a completion counts: `"last"` (verl since 2025), `"first"` (before). They differ only
@@ -51,23 +45,9 @@ class HashesReward:
     def __repr__(self) -> str:
         return f"HashesReward(take={self.take!r})"
 
-    def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] | None = None,
-        solution: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Rewards in order; None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
-        if completions is None or solution is None:
-            raise ValueError("HashesReward needs completions=[...] and the gold answers in the column 'solution'")
-        if len(completions) != len(solution):
-            raise ValueError(
-                f"got {len(completions)} completions and {len(solution)} solutions; they must be one to one"
-            )
-        return [self._score(completion_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
-
-    def _score(self, text: str, gold: Any) -> float | None:
+    def score(self, text: str, *row: Any) -> float | None:
+        """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
+        (gold,) = row
         if gold is None or isinstance(gold, bool):
             return None
         written = digits(gold) if isinstance(gold, int) else str(gold)
@@ -79,7 +59,7 @@ class HashesReward:
 
 
 class BoxedReward(AccuracyReward):
-    r"""1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a completion without a box.
+    r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a completion without a box.
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.

@@ -45,28 +45,14 @@ _WINDOW = 160
 _NEXT_TURN = re.compile(
     rf"{_CONTROL.pattern}|^[#* \t]{{0,6}}(?:user|human|instruction)[*]{{0,2}}:", re.IGNORECASE | re.MULTILINE
 )
-_TURN_SIGNS = (
-    "<|",
-    "</",
-    "<s>",
-    "<eos",
-    "<pad",
-    "<start",
-    "<end",
-    "<bos",
-    "inst]",
-    "sys>",
-    "user",
-    "human",
-    "instruction",
-)
+_TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instruction"
 
 
 def next_turn_start(text: str) -> int:
     """Where somebody else's turn begins after the model has said something, answer or not; `len(text)` if nowhere."""
     if text.isascii():  # what `_NEXT_TURN` finds holds one of these; most texts do not
         lower = text.lower()
-        if not any(sign in lower for sign in _TURN_SIGNS):
+        if not any(sign in lower for sign in _TURN_SIGNS.split()):
             return len(text)
     said = len(text) - len(text.lstrip())
     for mark in _NEXT_TURN.finditer(text, said):

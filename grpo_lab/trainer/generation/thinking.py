@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_lab.engines.sampler import Completion
 from grpo_lab.engines.thinking_budget import (
     QWEN3_STOP_TEXT,
     BudgetedCompletion,
-    Generate,
+    Continue,
     ThinkingBudget,
     budgeted_generate,
 )
@@ -86,7 +87,7 @@ class ThinkingRollout:
         }
 
 
-def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Generate:
+def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Continue:
     """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation, whichever engine it drives.
 
     The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows that go on
@@ -94,15 +95,20 @@ def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) 
     vain, so that ranks stay in step.
     """
 
-    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], list[list[float]] | None]:
+    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
         rows = prompt_ids + [list(batch[0])] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
         if not rows:
-            return [], []
+            return []
         group = trainer._group_size() if budget > 0 and prompt_ids == batch else 1
         with _at_most(trainer, max_new_tokens):
             ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
-        count = len(prompt_ids)
-        return ids[:count], None if logprobs is None else logprobs[:count]
+        ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
+        scored = [None] * len(ids) if logprobs is None else logprobs
+        made = [
+            Completion(row, row[-1:] != [] and row[-1] in ends, own, version)
+            for row, own in zip(ids, scored, strict=True)
+        ]
+        return made[: len(prompt_ids)]
 
     return generate
 

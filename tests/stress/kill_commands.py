@@ -1,6 +1,6 @@
 """Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models) and ``evaluate`` by −9 at random moments, run the same command again, and compare the files.
 
-    python scripts/kill_commands.py [--of curate rounds …] [--kills 10] [--seed 0] [--folder runs/kill_commands]
+    python tests/stress/kill_commands.py [--of curate rounds …] [--kills 10] [--seed 0] [--folder runs/kill_commands]
 
 A life is one command to its end with the kills that fell into it, three at most; there are as many as it takes. The moment is drawn: a time of
 the uninterrupted run, or, every other kill, the moment in which a file of the folder has just come, changed or gone, so that writing is met,

@@ -1,19 +1,14 @@
-"""``scripts/soak.py``: its slope by hand, a planted leak, and a short run whose descriptors and processes stay."""
+"""``tests/stress/soak.py``: its slope by hand, a planted leak, and a short run whose descriptors and processes stay."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 from pathlib import Path
 
 import pytest
+import soak
 from scipy import stats
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import soak  # noqa: E402
 
 
 def test_the_slope_by_hand() -> None:

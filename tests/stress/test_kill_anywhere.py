@@ -1,4 +1,4 @@
-"""``scripts/kill_anywhere.py`` with three kills: one process and two ranks go on to the bit. Thirty: `docs/reliability.md`."""
+"""``tests/stress/kill_anywhere.py`` with three kills: one process and two ranks go on to the bit. Thirty: `docs/reliability.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
     known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     words = ["--of", "lab-1", "lab-2", "--kills", "3", "--steps", "9", "--folder", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "scripts" / "kill_anywhere.py"), *words]
+    command = [sys.executable, str(ROOT / "tests" / "stress" / "kill_anywhere.py"), *words]
     done = subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for setting in ("lab-1", "lab-2"):

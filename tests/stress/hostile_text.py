@@ -1,6 +1,6 @@
 """Hostile completions, and every real one of ../shared/data, through every reward of ours; TRL's ``accuracy_reward`` in a thread beside.
 
-    python scripts/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
+    python tests/stress/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
 
 Watched: no exception, no verdict later than its limit and a second (rewards that judge in this process: a
 second of processor time and a second), memory, the
@@ -41,8 +41,8 @@ from grpo_lab.rewards import (
     ThinkFormatReward,
     worked_out,
 )
+from grpo_lab.rewards.completion import program_text
 from grpo_lab.rewards.math.accuracy import gold_answer
-from grpo_lab.rewards.program_text import program_text
 from grpo_lab.rewards.protocol import Group
 from grpo_lab.rewards.steps import by_line, by_paragraph
 

@@ -1,6 +1,6 @@
 """A long run of the tiny model: do memory, descriptors and processes stay flat?
 
-    python scripts/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak] [--figure docs/images/soak.png]
+    python tests/stress/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak] [--figure docs/images/soak.png]
 
 The main job itself (``grpo-lab train``): real word problems, the accuracy reward, a second one that keeps the pool of verifiers at work, twenty checkpoints of
 which two are kept. Completions are made by transformers, or by a vLLM engine in the process whose weights are synced and proven at every step.
@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import yaml
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 RECIPE: dict[str, Any] = {
     "name": "soak",
     "model": {
@@ -164,9 +166,15 @@ def soaked(side: str, steps: int, every: int, folder: Path) -> list[dict[str, An
         "output_dir": str(folder / "run"),
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, str(HERE / "train.py"), "--config", str(folder / "recipe.yaml"), "--overwrite"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        "--config",
+        str(folder / "recipe.yaml"),
+        "--overwrite",
+    ]
     known = {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     with (folder / "log.txt").open("w") as log:
@@ -180,12 +188,13 @@ def soaked(side: str, steps: int, every: int, folder: Path) -> list[dict[str, An
 
 def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """One panel a column, a line a side."""
-    from arm_runs import pyplot_if_there
-
-    pyplot = pyplot_if_there(path)
-    if pyplot is None:
+    if find_spec("matplotlib") is None:
+        print(f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]')")
         return
-    figure, axes = pyplot.subplots(2, 3, figsize=(10.5, 5.0), sharex=True)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 5.0))
+    axes = figure.subplots(2, 3, sharex=True)
     for axis, (name, (said, _)) in zip(axes.flat, COLUMNS.items(), strict=True):
         for side, rows in found.items():
             pairs = [(row["step"], row[name]) for row in rows if name in row]

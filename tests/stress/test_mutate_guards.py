@@ -1,4 +1,4 @@
-"""The table of guards (`scripts/guards.yaml`) is of this checkout, and its harness tells a guard that is held from one that is not."""
+"""The table of guards (`tests/stress/guards.yaml`) is of this checkout, and its harness tells a guard that is held from one that is not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mutate_guards import Guard, read_guards
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-from mutate_guards import Guard, read_guards  # noqa: E402
-
-GUARDS = read_guards(ROOT / "scripts" / "guards.yaml")
+GUARDS = read_guards(ROOT / "tests" / "stress" / "guards.yaml")
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.guard)
@@ -52,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 def harness(checkout: Path, *rows: dict[str, str]) -> subprocess.CompletedProcess[str]:
     (checkout / "guards.yaml").write_text(yaml.safe_dump(list(rows)))
     words = ["--table", "guards.yaml", "--root", ".", "--record", "seen.json"]
-    command = [sys.executable, str(ROOT / "scripts" / "mutate_guards.py"), *words]
+    command = [sys.executable, str(ROOT / "tests" / "stress" / "mutate_guards.py"), *words]
     return subprocess.run(command, cwd=checkout, env=dict(os.environ), capture_output=True, text=True, check=False)
 
 

@@ -1,6 +1,6 @@
 """Remove each guard once and see its test fail.
 
-    python scripts/mutate_guards.py [--only WORD …] [--table scripts/guards.yaml] [--record runs/mutate_guards.json]
+    python tests/stress/mutate_guards.py [--only WORD …] [--table tests/stress/guards.yaml] [--record runs/mutate_guards.json]
 
 A row of the table: ``guard`` (the promise, in words), ``file``, ``old`` (text that stands there exactly once), ``new`` (without the guard), ``test``
 (what must fail, as pytest is given it), and, if need be, ``why`` (why a second guard makes it fail or not). The test is run in a copy of
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from grpo_lab.pipelines.strict_yaml import parsed
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 600
 
 
@@ -175,7 +175,7 @@ def table_of(guards: list[Guard], seen: dict[str, Seen], root: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, default=ROOT / "scripts" / "guards.yaml")
+    parser.add_argument("--table", type=Path, default=ROOT / "tests" / "stress" / "guards.yaml")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout that files and tests are of")
     parser.add_argument("--record", type=Path, default=Path("runs/mutate_guards.json"))
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows that hold one of these words")

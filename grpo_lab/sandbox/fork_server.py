@@ -1,0 +1,222 @@
+"""The fork server, between the trainer and its workers, and what a worker does: import the handler once, fork, serve, end with the trainer.
+
+A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is replaced
+at once. Frames on every socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been talked into something by
+model text can say anything it likes and still only hands over plain data.
+
+The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by `{"gone": n}` when that
+worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one of `{"ok": value}`, `{"crash": reason}`
+(the text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), each with `"rss"`, the memory held, in bytes. The
+exit code of a worker that ends by itself is the last frame on its socket, `{"ended": code}`: the fork server keeps a copy of it for that.
+
+The trainer is gone when the control socket closes, or when this process has another parent (a fork of the trainer may hold the
+socket open). All workers are then killed, whatever they are at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[[Any], Any]
+_HEADER = struct.Struct(">I")
+_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.5  # how often the parent is looked at
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message as bytes: its length, then JSON."""
+    body = json.dumps(message).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def take_frame(buffer: bytearray) -> Any | None:
+    """Removes the first whole frame from `buffer` and returns its message; None while it is incomplete."""
+    if len(buffer) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack_from(buffer)
+    if len(buffer) < _HEADER.size + length:
+        return None
+    body = bytes(buffer[_HEADER.size : _HEADER.size + length])
+    del buffer[: _HEADER.size + length]
+    return json.loads(body)
+
+
+def _resident_bytes() -> int:
+    """Memory held now. Not ``ru_maxrss``: that survives exec on Linux, so a child of a large trainer starts at its peak."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # no /proc (macOS, which reports bytes)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
+    """The reply to one job, and whether the process may go on (after exhausted memory it may not)."""
+    try:
+        return {"ok": handler(payload)}, True
+    except MemoryError:
+        return {"crash": "memory limit reached"}, False
+    except RecursionError:
+        return {"crash": "recursion limit reached"}, True
+    except Exception:
+        return {"bug": traceback.format_exc()}, True
+
+
+def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct_s: float) -> None:
+    buffer = bytearray()
+    while True:
+        message = take_frame(buffer)
+        if message is None:
+            chunk = channel.recv(1 << 16)
+            if not chunk:
+                return  # the trainer is gone
+            buffer += chunk
+            continue
+        # The kernel ends this process when the job has used up its processor time, wherever in C code it may be; and
+        # by the second timer should the trainer be killed meanwhile, when nobody is left to do it.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
+        reply, healthy = _answer(handler, message["job"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply["rss"] = _resident_bytes()
+        channel.sendall(encode_frame(reply))
+        if not healthy:
+            return
+
+
+def _be_worker(
+    channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float
+) -> None:
+    """What a fork does: lower its limits, say that it is ready, serve until the socket closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
+        channel.sendall(encode_frame({"ready": os.getpid()}))
+        _serve(channel, handler, cpu_s, self_destruct_s)
+
+
+class ForkServer:
+    """Forks workers on request, reports how they ended, kills them."""
+
+    def __init__(
+        self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
+    ) -> None:
+        self._control, self._handler, self._bug, self._limits = control, handler, bug, limits
+        self._workers: dict[int, tuple[int, socket.socket]] = {}
+        self._descriptors: deque[int] = deque()  # that came along with requests, in order
+        self._buffer = bytearray()
+        self._pid = os.getpid()
+        self._woken, self._wakes = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+
+    def run(self, trainer: int) -> None:
+        """Until the trainer is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        try:
+            while os.getppid() == trainer:
+                readable, _, _ = select.select([self._control, self._woken], [], [], _LOOK_SECONDS)
+                if self._woken in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(1 << 12)
+                self._reap()
+                if self._control in readable and not self._receive():
+                    return
+        finally:
+            for number in list(self._workers):
+                self._kill(number)
+
+    def _receive(self) -> bool:
+        """Takes in requests; False at the end of the socket."""
+        chunk, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
+        self._descriptors.extend(descriptors)
+        self._buffer += chunk
+        while (request := take_frame(self._buffer)) is not None:
+            if "fork" in request:
+                self._fork(request["fork"], socket.socket(fileno=self._descriptors.popleft()))
+            else:
+                self._kill(request["kill"])
+                self._control.sendall(encode_frame({"gone": request["kill"]}))
+        return bool(chunk)
+
+    def _fork(self, number: int, channel: socket.socket) -> None:
+        if self._handler is None:
+            with contextlib.suppress(OSError), channel:
+                channel.sendall(encode_frame({"bug": self._bug}))
+            return
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._detach()
+                _be_worker(channel, self._handler, *self._limits)
+            finally:
+                os._exit(0)  # nothing of this process's is to be run again there
+        self._workers[number] = (pid, channel)
+
+    def _detach(self) -> None:
+        """In the fork: its own session, no descriptor but its channel, and the end of this process is its end."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for other in (self._control, self._woken, self._wakes, *(sibling for _, sibling in self._workers.values())):
+            other.close()
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._pid:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        for number, (pid, channel) in list(self._workers.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._workers[number]
+            with channel, contextlib.suppress(OSError):
+                channel.setblocking(False)
+                channel.send(encode_frame({"ended": os.waitstatus_to_exitcode(status)}))
+
+    def _kill(self, number: int) -> None:
+        """Nothing to do where it has ended and been reaped: its number may be another process's by now."""
+        if number not in self._workers:
+            return
+        pid, channel = self._workers.pop(number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # before its `setsid`
+        os.waitpid(pid, 0)
+        channel.close()
+
+
+def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
+    """Entry point: import the handler, then fork workers on request until the trainer is gone."""
+    for deadly in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(deadly, signal.SIG_DFL)
+    control, handler, bug = socket.socket(fileno=fd), None, ""
+    try:
+        module, function = handler_name.split(":")
+        handler = getattr(importlib.import_module(module), function)
+    except Exception:
+        bug = traceback.format_exc()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all of what was imported
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        ForkServer(control, handler, bug, (memory_bytes, cpu_s, self_destruct_s)).run(trainer)

@@ -1,0 +1,232 @@
+"""Two pages that are made and not written: docs/command_line.md from the parser, docs/settings.md from ``LabConfig``.
+
+python scripts/reference_pages.py            write both
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_lab import LabConfig
+from grpo_lab.advantages import RULES, TOKEN_RULES
+from grpo_lab.cli import _parser
+from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES
+from grpo_lab.objectives.presets import Preset
+from grpo_lab.registry import knobs_of
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
+from grpo_lab.trainer.settings.sampler import KNOBS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MADE = "<!-- made by scripts/reference_pages.py: make docs-index -->"
+#: mappings whose type says no more than that they are mappings
+INSIDE = {"rollout.engine": EngineOptions}
+
+
+def prose(text: str) -> str:
+    """Text of a docstring or of a help line as Markdown."""
+    pieces = " ".join(text.replace("``", "`").split()).split("`")  # every other one is code
+    return "`".join(piece if number % 2 else piece.replace("<", "&lt;") for number, piece in enumerate(pieces))
+
+
+def sentence(text: str) -> str:
+    said = prose(text)
+    return said[:1].upper() + said[1:] + ("" if said.endswith(".") else ".")
+
+
+def cell(text: str) -> str:
+    return prose(text).replace("|", "\\|")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+# -- command line --------------------------------------------------------------------------------------------------------
+
+
+def command_line() -> str:
+    parser = _parser()
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    said = {action.dest: action.help or "" for action in commands._choices_actions}
+    loud = [name for name, command in commands.choices.items() if "--verbose" in command._option_string_actions]
+    lines = [
+        "# Command line",
+        MADE,
+        "",
+        "`grpo-lab train --help` says the same, and so for each command. Those with `--config` (and `quickstart`) take `--key value` for every setting of their "
+        "recipe; what it may hold, how numbers are read, and exit codes: [recipes](recipes.md).",
+        "",
+        *options(parser, {"help", "command"}),
+        f"`--traceback` may stand after every command, too; `--verbose` after {', '.join(loud)}.",
+        "",
+    ]
+    for name, command in commands.choices.items():
+        lines += [f"## {name}", sentence(said[name] % {}), "", *options(command, {"help", "traceback", "verbose"})]
+    return "\n".join(lines)
+
+
+def options(parser: argparse.ArgumentParser, without: set[str]) -> list[str]:
+    return table(("option", "what"), [option(action) for action in parser._actions if action.dest not in without])
+
+
+def option(action: argparse.Action) -> tuple[str, str]:
+    value = "" if action.nargs == 0 else " " + (_metavar(action) or action.dest.upper())
+    names = ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{_metavar(action) or action.dest}`"
+    what = cell((action.help or "") % {"default": action.default, "prog": "grpo-lab"})
+    if action.choices:
+        what += f"; one of {', '.join(map(str, action.choices))}"
+    if action.required and action.option_strings:
+        what += "; needed"
+    silent = any(action.default is one for one in (None, False, argparse.SUPPRESS)) or action.default == []
+    return names, what if silent or "default" in what or action.nargs == 0 else f"{what} (default: {action.default})"
+
+
+def _metavar(action: argparse.Action) -> str | None:
+    return action.metavar if isinstance(action.metavar, str) else None
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+def settings() -> str:
+    said = arguments_of(LabConfig)
+    lines = [
+        "# Settings",
+        MADE,
+        "",
+        "What `LabConfig` adds to `trl.GRPOConfig`, whose arguments it all takes, too. In a recipe they stand at the top, in Python they "
+        "are arguments, on the command line `--update.max_tokens 4096`. A mapping may also be JSON text; an unknown key is refused "
+        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML, and the default where none is named.",
+        "",
+    ]
+    kinds = typing.get_type_hints(LabSettings)
+    defaults = {field.name: field.default for field in dataclasses.fields(LabConfig)}
+    for name in OUR_FIELDS:
+        lines += [f"## {name}", sentence(said[name]), ""]
+        if dataclasses.is_dataclass(inside := _one_kind(kinds.get(name))):
+            lines += keys(name, inside)
+        elif defaults[name] is not None:
+            lines += [f"Default: {_shown(defaults[name])}.", ""]
+        lines += MORE.get(name, list)()
+    return "\n".join(lines)
+
+
+def keys(place: str, kind: Any) -> list[str]:
+    """A table of a mapping's keys; mappings inside it follow."""
+    said, kinds = arguments_of(kind), typing.get_type_hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.name != "knobs"]
+    nested = {field.name: INSIDE.get(f"{place}.{field.name}", _one_kind(kinds[field.name])) for field in fields}
+    if not said:  # then the whole docstring is of all keys
+        return [sentence(text) + "\n" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")[1:]]
+    rows = []
+    for field in fields:
+        below = dataclasses.is_dataclass(nested[field.name])
+        kind_and_default = ("a mapping, below", "") if below else (_type(kinds[field.name]), _shown(_default(field)))
+        rows.append((f"`{field.name}`", *kind_and_default, cell(said.get(field.name, "")) or "–"))
+    lines = table(("key", "type", "default", "what"), rows)
+    for name, inside in nested.items():
+        if dataclasses.is_dataclass(inside):
+            lines += [f"### {place}.{name}", *keys(f"{place}.{name}", inside)]
+    return lines
+
+
+def arguments_of(kind: type) -> dict[str, str]:
+    """Argument → what its class's docstring says of it: ``name: …`` below ``Args:``, or a name, spaces and text."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    found: dict[str, list[str]] = {}
+    at: list[str] | None = None
+    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
+        begins = re.match(r" *(\w+)(?:: | {2,})(.*)", line)
+        if begins and begins[1] in fields and begins[1] not in found:
+            at = found.setdefault(begins[1], [])
+            line = begins[2]
+        if not line.strip():
+            at = None
+        if at is not None:
+            at.append(line)
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def _one_kind(kind: Any) -> Any:
+    """``X`` of ``X | None``; anything else as it is."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        others = [one for one in typing.get_args(kind) if one is not type(None)]
+        return others[0] if len(others) == 1 else kind
+    return kind
+
+
+def _type(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return " \\| ".join(f"`{one}`" for one in typing.get_args(kind))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        names = [_type(one) for one in typing.get_args(kind) if one is not type(None)]
+        return "number" if names == ["whole number", "number"] else " \\| ".join(names)
+    known = {int: "whole number", float: "number", bool: "switch", str: "text", Any: "name or mapping"}
+    return known.get(kind) or ("mapping" if typing.get_origin(kind) else kind.__name__)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _shown(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "needed"
+    return "–" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def presets() -> list[str]:
+    rows = [
+        (
+            f"`{name}`",
+            f"`{_rule(row)}`",
+            f"`{row.ratio}`",
+            f"`{row.surrogate}`",
+            f"`{row.aggregation}`",
+            cell(row.source),
+        )
+        for name, row in PRESETS.items()
+    ]
+    head = ("preset", "advantage", "ratio", "surrogate", "aggregation", "source")
+    return [*table(head, rows), *parts("surrogate", SURROGATES), *parts("aggregation", AGGREGATIONS)]
+
+
+def _rule(row: Preset) -> str:
+    return ", ".join([row.advantage, *(f"{knob}: {value}" for knob, value in row.knobs.items())])
+
+
+def samplers() -> list[str]:
+    rows = []
+    for name, knobs in KNOBS.items():
+        said = [f"`{knob}` ({'needed' if value is None else _shown(value or None)})" for knob, value in knobs.items()]
+        rows.append((f"`{name}`", ", ".join(said)))
+    return table(("sampler", "reads (default)"), rows)
+
+
+def parts(what: str, of: Mapping[str, Any]) -> list[str]:
+    """Names of one kind of part, with their knobs."""
+    return table((what, "knobs"), [(f"`{name}`", ", ".join(_knobs(part)) or "–") for name, part in of.items()])
+
+
+def _knobs(part: Any) -> Iterator[str]:
+    return (f"`{knob}` ({_shown(default)})" for knob, default in knobs_of(part).items())
+
+
+#: what follows a setting's keys
+MORE = {"objective": presets, "sampler": samplers, "advantage": lambda: parts("rule", {**RULES, **TOKEN_RULES})}
+PAGES = {DOCS / "command_line.md": command_line, DOCS / "settings.md": settings}
+
+
+if __name__ == "__main__":
+    for page, made in PAGES.items():
+        page.write_text(made(), encoding="utf-8")

@@ -1,0 +1,80 @@
+"""What of the docs is made is as its generators make it: `make docs-index`. Nobody edits it by hand, and nothing of it is out of date."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import measured_runs
+import pytest
+import reference_pages
+import rooms_picture
+from file_index import PAGE as DESIGN
+from file_index import index, page_with
+
+from documentation.blocks import ROOT
+from test_architecture import ALLOWED
+
+MADE: dict[Path, Callable[[], str]] = {
+    DESIGN: lambda: page_with(DESIGN.read_text(encoding="utf-8"), index(ROOT / "grpo_lab")),
+    rooms_picture.PICTURE: rooms_picture.picture,
+    **reference_pages.PAGES,
+    **{
+        page: lambda page=page: measured_runs.page_with(page.read_text(encoding="utf-8"))
+        for page in measured_runs.PAGES
+    },
+}
+
+
+@pytest.mark.parametrize("page", MADE, ids=lambda page: page.name)
+def test_it_is_what_its_generator_makes(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == MADE[page](), "run `make docs-index`"
+
+
+def test_what_make_train_prints_in_the_readme_is_the_record_of_seed_0() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    run = measured_runs.records("quickstart/dr_grpo")[0]
+    before, after = run["before"], run["after"]
+    assert f"accuracy: before {before['accuracy']:.3f} after {after['accuracy']:.3f} (n={run['problems']})" in text
+    assert f"length: before {before['tokens']:.1f} after {after['tokens']:.1f} tokens" in text
+    assert f"greedy accuracy   {before['accuracy']:.1%} " in text
+
+
+def test_a_run_s_record_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"seed": 0, "finished": True}))
+    for when, right in (("before", 0.25), ("after", 0.875)):
+        greedy = {"completions": 8, "accuracy": {"value": right}, "mean_length": 40 * right, "worked_out_share": right}
+        (tmp_path / "evaluation" / when).mkdir(parents=True)
+        (tmp_path / "evaluation" / when / "summary.json").write_text(json.dumps({"greedy": greedy}))
+    (tmp_path / "kept.json").write_text(measured_runs.RECORDS.read_text(encoding="utf-8"))
+    monkeypatch.setattr(measured_runs, "RECORDS", tmp_path / "kept.json")
+    measured_runs.add(measured_runs.record_of(tmp_path, "quickstart/dr_grpo"))
+    page = measured_runs.page_with("<!-- measured: quickstart/dr_grpo cell -->old<!-- end of measured -->")
+    assert "accuracy 0.250 → 0.875, 0.242 → 0.960, 0.246 → 0.860; tokens 10.0 → 35.0, 5.5 → 33.5" in page
+
+
+def test_the_file_index_holds_first_lines(tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text('"""A new one,\nin two lines.\n\nMore."""\n')
+    (tmp_path / "__init__.py").write_text('"""A room."""\n')
+    assert "| `new.py` | A new one, in two lines. |" in index(tmp_path)
+
+
+def test_the_picture_has_every_room_and_no_arrow_up() -> None:
+    height = {room: -number for number, (_, rooms) in enumerate(rooms_picture.FLOORS) for room in rooms}
+    rooms = set(ALLOWED) - {"__init__", "__main__"}
+    assert rooms <= set(height), "add it to FLOORS of scripts/rooms_picture.py"
+    assert [f"{a} → {b}" for a in rooms for b in ALLOWED[a] & rooms if height[a] < height[b]] == []
+    inside = {path.name for path in (ROOT / "grpo_lab" / "trainer").iterdir() if (path / "__init__.py").is_file()}
+    assert inside <= {room for _, some in rooms_picture.INSIDE_TRAINER for room in some}
+
+
+def test_every_option_and_every_setting_stands_on_its_page() -> None:
+    page = reference_pages.command_line()
+    for said in ("## rounds", "`--dry-run`", "`--allow-host", "one of strict, lenient"):
+        assert said in page
+    settings = reference_pages.settings()
+    for name in (*reference_pages.OUR_FIELDS, "rollout.server"):
+        assert f"# {name}\n" in settings
+    for key in ("dead_groups", "max_bad_steps", "kv_cache_gib", "missing_eos_penalty", "group_zscore"):
+        assert f"| `{key}` |" in settings
