@@ -37,6 +37,7 @@ from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
+from grpo_lab.trainer.resume.state import load_state
 from grpo_lab.trainer.scoring.advantages import row_advantages, trl_advantages, write_advantages
 from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.critic import add_value_estimates, to_advantages_and_returns
@@ -262,10 +263,12 @@ class LabTrainer(ResumableTrainer):
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, checkpoint):
+        saved = None if checkpoint is None else load_state(checkpoint)
+        named = set[str]() if saved is None else saved.without_moments
+        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, named):
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
-        self.parts.load(checkpoint)
+        self.parts.load(saved)
 
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)

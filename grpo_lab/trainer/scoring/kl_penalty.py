@@ -11,11 +11,8 @@ of them sum the same gathered table exactly rounded. Sources and estimators: ``o
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +21,6 @@ from transformers import TrainerCallback
 
 from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable, masked_sum
-from grpo_lab.io import write_whole_text
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
@@ -37,9 +33,7 @@ from grpo_lab.trainer.step.old_policy import trl_log_probs
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-
-
-STATE_FILE = "grpo_lab_kl.json"
+    from grpo_lab.trainer.resume.state import SavedState
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
@@ -86,40 +80,28 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         """A checkpoint is of the last whole step: what was generated since is generated again on a resume."""
         self._whole_step = self.coefficient
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write β into a checkpoint folder."""
-        if self.control is None or not self.trainer.args.should_save:
-            return
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        write_whole_text(place / STATE_FILE, json.dumps({"format": 1, "coefficient": self._whole_step}))
+    def state(self) -> dict[str, float] | None:
+        """β for a checkpoint, where it moves."""
+        return None if self.control is None or self._whole_step is None else {"coefficient": self._whole_step}
 
-    def load(self, checkpoint: str | None) -> None:
-        """β as it was when the checkpoint was written; a warning where the checkpoint does not say.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
-        if self.control is None or checkpoint is None:
+    def load(self, saved: SavedState | None) -> None:
+        """β as it was when the checkpoint was written; it is said where the checkpoint does not say."""
+        if self.control is None or saved is None:
             return
-        self._loaded, self.coefficient = True, self._start
-        file = Path(checkpoint) / STATE_FILE
-        if not file.is_file():
+        found = saved.entry("kl", _coefficient, "β then starts at `kl.coefficient`")
+        self._loaded, self.coefficient = True, self._start if found is None else found
+        if found is None:
             self.trainer.recorder.say(
-                f"`resume_from_checkpoint`: {checkpoint} was written without `kl.target` (no {STATE_FILE}): β starts at "
-                f"`kl.coefficient`, {self._start:g}"
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at `kl.coefficient`, "
+                f"{self._start:g}"
             )
-            return
-        try:
-            found = float(json.loads(file.read_text(encoding="utf-8"))["coefficient"])
-            if not (math.isfinite(found) and found > 0):
-                raise ValueError(f"β is {found}")
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ValueError(
-                f"`resume_from_checkpoint`: {file} cannot be read ({error!r}); take another checkpoint, or delete the file to start "
-                "again at `kl.coefficient`"
-            ) from error
-        self.coefficient = found
+
+
+def _coefficient(entry: Any) -> float:
+    found = float(entry["coefficient"])
+    if not (math.isfinite(found) and found > 0):
+        raise ValueError(f"β is {found}")
+    return found
 
 
 def check_kl_in_reward(trainer: StepPort) -> None:
