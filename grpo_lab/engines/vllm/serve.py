@@ -18,6 +18,7 @@ from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions
 from grpo_lab.engines.vllm.server import HOST, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.vllm.token import VARIABLE, Token, default_file
+from grpo_lab.signals import handle
 
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {
@@ -113,7 +114,7 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
     """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in time."""
     refuse_no_model(options.model)
     refuse_taken_port(options.port, options.host)
-    signal.signal(signal.SIGTERM, interrupt)
+    handle(interrupt, signal.SIGTERM)
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)

@@ -178,7 +178,7 @@ def hold_time_limit(args: Any) -> None:
         distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
 
 
-class Placed(GRPOTrainer):
+class RankAwareTrainer(GRPOTrainer):
     """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
