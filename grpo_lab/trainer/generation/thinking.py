@@ -136,6 +136,3 @@ def _record_cuts(trainer: GRPOTrainer, done: list[BudgetedCompletion]) -> None:
     cut, total = trainer.accelerator.gather(counts).sum(0)
     book = trainer.recorder.book()
     book.add_alike("rollout/cut_share", cut, total)
-
-
-__all__ = ["ThinkingRollout", "thinking_rollout", "trainer_generate"]
