@@ -108,6 +108,3 @@ def _message(kind: str, said: str) -> str:
         return _told[-1](kind, said)
     what = "waited in vain for another rank" if kind == "late" else "lost the connection to another rank"
     return f"this rank {what} at «{place()}» (time limit: `ddp_timeout`). torch says: {said}"
-
-
-__all__ = ["RankLost", "at", "how_it_broke", "is_of_lost_rank", "line_of", "place", "seconds_here", "this_thread"]
