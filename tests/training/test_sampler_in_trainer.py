@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.curation import PrioritizedSampler
-from grpo_lab.curation.prioritized import inclusion_probabilities
+from grpo_lab.curation.samplers import inclusion_probabilities
 from grpo_lab.trainer.generation.prompt_order import outcomes
 from grpo_lab.trainer.resume.state import read_state
 from parity.harness import arguments, problems, train, with_entry

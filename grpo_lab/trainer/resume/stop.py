@@ -46,6 +46,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
@@ -147,7 +148,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._due = weakref.ref(trainer), due
         self.signals = [signal.SIGTERM]
         self.returns = bool(trainer.args.enable_jit_checkpoint)
-        self._before: dict[int, Any] = {}
+        self._before: Handlers = {}
         self._waiting = False
         self._forget()
         _without_hfs(trainer)
@@ -219,9 +220,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._forget()
         self._without_an_earlier_runs_file(args, state)
         saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" or args.enable_jit_checkpoint
-        if saves and threading.current_thread() is threading.main_thread() and not self._before:
-            for number in (signal.SIGINT, *self.signals):
-                self._before[number] = signal.signal(number, self._heard)
+        if saves and not self._before:
+            self._before = handle(self._heard, signal.SIGINT, *self.signals)
 
     def _without_an_earlier_runs_file(self, args: Any, state: Any) -> None:
         """It came too late for the run that it was meant for; one that came while this process was set up is meant for this one."""
@@ -279,8 +279,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def put_back(self) -> None:
         """The handlers as they were."""
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+            put_back(self._before)
             self._before = {}
 
     @property
@@ -311,8 +310,7 @@ def _without_hfs(trainer: GRPOTrainer) -> None:
     for callback in [each for each in trainer.callback_handler.callbacks if type(each) is JITCheckpointCallback]:
         trainer.callback_handler.callbacks.remove(callback)
         if callback.jit_manager is not None:
-            before = callback.jit_manager._original_sigterm_handler
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            put_back({signal.SIGTERM: callback.jit_manager._original_sigterm_handler})
 
 
 def stop_file(args: Any) -> Path:
