@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.pipelines.named_objects import working_folder_on_path
-from grpo_lab.pipelines.one_writer import FolderGone
 from grpo_lab.visible import VisibleFormatter, visible
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+NOTHING = "nothing"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
@@ -61,6 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"error: {said}")
         return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
     except OSError as error:
+        from grpo_lab.runs.folder import FolderGone
+
         if known.traceback or not (isinstance(error, FolderGone) or error.errno in NO_ROOM):
             raise
         gone = isinstance(error, FolderGone)
@@ -69,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise
-        return _stopped(known, rest, stop)
+        return _stopped(stop)
 
 
 def _say(words: str) -> None:
@@ -77,13 +79,11 @@ def _say(words: str) -> None:
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 
-def _stopped(known: argparse.Namespace, rest: list[str], stop: KeyboardInterrupt) -> int:
+def _stopped(stop: KeyboardInterrupt) -> int:
     """Ctrl-C: one line with what was kept, of the first process only. 130 is what shells give for it."""
     if int(os.environ.get("RANK", "0")) == 0:
-        from grpo_lab.pipelines.kept import kept
-
         print(file=sys.stderr)
-        _say(f"stopped; kept: {kept(known, rest, stop)}")
+        _say(f"stopped; kept: {getattr(stop, 'what', NOTHING)}")
     return 130
 
 
@@ -145,7 +145,7 @@ def _add_pipelines(commands: Commands) -> None:
         command.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
         command.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
         if run in (_quickstart, _train):
-            command.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+            command.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
         command.set_defaults(run=run)
 
 
@@ -179,7 +179,7 @@ def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
     return _train(known, rest)
 
 
-def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest: list[str]) -> int:
+def _with_recipe(read: str, plan: str, run: str, kept: str, known: argparse.Namespace, rest: list[str]) -> int:
     """The recipe of the command line, planned (``--dry-run``) or run, by functions of the pipelines."""
     from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.in_words import show
@@ -188,10 +188,25 @@ def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest
     recipe = _pipeline(read)(known.config, parse_overrides(rest))
     flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
     if not known.dry_run:
-        return _to_its_end(known, lambda: _pipeline(run)(recipe, **flags))
+        try:
+            return _to_its_end(known, lambda: _pipeline(run)(recipe, **flags))
+        except KeyboardInterrupt as stop:
+            if hasattr(stop, "what"):
+                raise
+            raise _with_words(lambda: _pipeline(kept)(recipe)) from stop
     with quiet(known.verbose):
         show(recipe.name, _pipeline(plan)(recipe, **flags))
     return 0
+
+
+def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
+    """Ctrl-C, with what is on disk."""
+    from grpo_lab.runs.stop import StoppedByUser
+
+    try:
+        return StoppedByUser(kept())
+    except (ValueError, OSError):
+        return StoppedByUser(NOTHING)
 
 
 def _pipeline(name: str) -> Any:
@@ -200,20 +215,30 @@ def _pipeline(name: str) -> Any:
     return getattr(import_module(f"grpo_lab.pipelines.{module}"), function)
 
 
-_train = partial(_with_recipe, "recipe:read_recipe", "dry_run:plan_of_training", "train:train")
-_curate = partial(_with_recipe, "curation_recipe:read_curation_recipe", "plan:plan_of_curation", "curate:curate")
+_train = partial(_with_recipe, "recipe:read_recipe", "dry_run:plan_of_training", "train:train", "run_folder:kept")
+_curate = partial(
+    _with_recipe, "curation_recipe:read_curation_recipe", "curate:plan_of_curation", "curate:curate", "curate:kept"
+)
 _long2short = partial(
-    _with_recipe, "long2short_recipe:read_long2short_recipe", "plan:plan_of_long2short", "long2short:long2short"
+    _with_recipe,
+    "long2short_recipe:read_long2short_recipe",
+    "long2short:plan_of_long2short",
+    "long2short:long2short",
+    "long2short:kept",
 )
 _rounds = partial(
-    _with_recipe, "rounds_recipe:read_rounds_recipe", "rounds_plan:plan_of_rounds", "run_rounds:run_rounds"
+    _with_recipe,
+    "rounds_recipe:read_rounds_recipe",
+    "run_rounds:plan_of_rounds",
+    "run_rounds:run_rounds",
+    "run_rounds:kept",
 )
 
 
 def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
     """``run``, and the exit code where it was asked to stop, or could not keep what it had."""
     from grpo_lab.pipelines.console_noise import quiet
-    from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
+    from grpo_lab.runs.stop import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     try:
@@ -253,8 +278,7 @@ def _report(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def _compare(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.evaluation.comparison import compare
-    from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
+    from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
 
     found = compare(known.runs)
     page = write_comparison(found, known.output)

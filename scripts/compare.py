@@ -96,8 +96,7 @@ class Arms:
         settings = {"data.seed": seed, "disable_tqdm": True, **self.settings, **changes, **changes_asked(options)}
         settings |= {"model": {"path": str(self.start(options))}, "cold_start": None}
         settings |= {"output_dir": str(folder), "name": arm, "seed": seed}
-        begun = (folder / "run.json").is_file()
-        done = train(read_recipe(RECIPES / self.recipe, settings), overwrite=not begun, resume=begun)
+        done = train(read_recipe(RECIPES / self.recipe, settings))
         log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert done.after is not None
         return {

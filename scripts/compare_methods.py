@@ -131,8 +131,7 @@ def by_trainer(arm: Arm, seed: int, output: Path, options: Options) -> list[Poin
     watch = {"name": "arm_runs:HeldOut", "file": str(output / "points.jsonl"), "every": every}
     changes["callbacks"] = [{**watch, "data": held_out_rows(options), "max_new_tokens": TOKENS}]
     recipe = read_recipe(ROOT / arm.recipe, changes)
-    resume = (output / "run.json").is_file()
-    train(recipe, overwrite=not resume, resume=resume)
+    train(recipe)
     made = parts.lab_config(parts.numbers_read(recipe)).generation_batch_size
     return points_of(output, made)
 

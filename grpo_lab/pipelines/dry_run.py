@@ -15,6 +15,7 @@ from grpo_lab.pipelines.in_words import count_of, settings_in_words, show, told
 from grpo_lab.pipelines.job import Job
 from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.recipe import ModelSection, Recipe
+from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.settings.algorithm import algorithm_from
@@ -46,7 +47,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         ValueError: whatever ``train`` would refuse, as far as it can be known here.
     """
     recipe = parts.numbers_read(recipe)
-    return describe(Job.resolve(recipe, _config(recipe), overwrite, resume, here_only=True))
+    config, resume = _config(recipe), is_begun(recipe, overwrite, resume)
+    return describe(Job.resolve(recipe, config, overwrite, resume, here_only=True))
 
 
 def describe(job: Job) -> dict[str, str]:

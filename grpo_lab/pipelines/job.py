@@ -52,7 +52,7 @@ class Job:
         """
         check_trackers(config.report_to)
         if int(os.environ.get("RANK", "0")) == 0:  # the others may find what it has written
-            refuse_folder(recipe, overwrite, resume)
+            refuse_folder(recipe, overwrite)
         if recipe.model.path is not None:
             check_place(recipe.model.path)
         rewards = [parts.build_reward(section) for section in recipe.rewards]

@@ -16,15 +16,15 @@ from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.context_room import evaluation_tokens
 from grpo_lab.pipelines.in_words import rewards_in_force
-from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
 from grpo_lab.pipelines.job import Job, start_is_whole
-from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import going_on
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
+from grpo_lab.pipelines.resume import going_on, refuse_another_run
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, is_begun
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.stop import Interrupted, asked_by_signals, ended_by_signals, heed_stop_file
 
 console = Terminal()
 
@@ -40,7 +40,8 @@ class Outcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outcome:
-    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes.
+    """Run ``recipe`` from beginning to end, or go on with it where its folder has begun (``resume`` or not). Every process calls this;
+    the main one evaluates and writes.
 
     Raises:
         ValueError: a setting that cannot be, or a folder that is not this run's.
@@ -48,18 +49,19 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
     """
     recipe = parts.numbers_read(recipe)
     config = parts.lab_config(recipe)
-    with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
+    resume = is_begun(recipe, overwrite, resume)
+    with ended_by_signals(recipe.output_dir, config), OneWriter(recipe.output_dir) as writer:
         job = Job.resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
-        return _stages(job, overwrite, resume, termination, writer)
+        return _stages(job, overwrite, resume, writer)
 
 
-def _stages(job: Job, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter) -> Outcome:
+def _stages(job: Job, overwrite: bool, resume: bool, writer: OneWriter) -> Outcome:
     state, recipe, config = PartialState(), job.recipe, job.config
     if state.is_main_process:
         if resume:
             refuse_another_run(recipe.output_dir, job.rows, state.num_processes, config.max_steps)
         writer.take()
-        claim(recipe, overwrite, resume)
+        claim(recipe, overwrite)
     state.wait_for_everyone()
     folder = recipe.output_dir
     record = read_marker(folder / "run.json")
@@ -75,7 +77,7 @@ def _stages(job: Job, overwrite: bool, resume: bool, termination: Termination, w
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        record = _reinforce(job, start, checkpoint, seconds, termination)
+        record = _reinforce(job, start, checkpoint, seconds)
     if not state.is_main_process:
         return Outcome(folder, None, None, None)
     after = _evaluate(recipe, str(folder), folder / "evaluation" / "after", seconds, "after")
@@ -126,9 +128,7 @@ def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
     return str(start)
 
 
-def _reinforce(
-    job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float], termination: Termination
-) -> dict[str, Any]:
+def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> dict[str, Any]:
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
     from grpo_lab.trainer.resume.checkpoint import save_final
@@ -144,7 +144,7 @@ def _reinforce(
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
-    termination.ask(trainer)
+    asked_by_signals(trainer)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
     except KeyboardInterrupt:
