@@ -97,7 +97,8 @@ class Arms:
         settings |= {"model": {"path": str(self.start(options))}, "cold_start": None}
         settings |= {"output_dir": str(folder), "name": arm, "seed": seed}
         done = train(read_recipe(RECIPES / self.recipe, settings))
-        log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        log = [{name: value for name, value in row.items() if value is not None} for row in rows]
         assert done.after is not None
         return {
             "before": self.columns(done.before, []) if done.before else None,
