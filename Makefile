@@ -9,7 +9,7 @@ BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train lab-smoke test test-fast test-numeric lint types format docs docs-index docs-serve test-versions \
+.PHONY: help setup setup-vllm train lab-smoke test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
 	bench bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
@@ -30,13 +30,20 @@ train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick start's cold start -> runs/lab_smoke/table.md (~10 minutes)
 	$(BIN)/python scripts/lab_smoke.py
 
-# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
+# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment. It waits
+# for servers most of the time, so it runs beside the others, and what it prints follows theirs.
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
-test: setup lint types  ## lint, types and the whole suite
+test: setup lint types  ## lint, types and the suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	$(BIN)/python -m pytest -m vllm -rs
-	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm" --durations=15
+	$(BIN)/python -m pytest -m "vllm and not thorough" -rs --durations=15 > $(VENV)/engine_tests.log 2>&1 & \
+	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15; others=$$?; \
+	wait $$!; engines=$$?; cat $(VENV)/engine_tests.log; exit $$((others || engines))
 	$(MAKE) test-numeric
+
+test-thorough: setup  ## what `make test` leaves out: tests/thorough.txt, and the numeric tests with AVX2 kernels
+	$(BIN)/python -m pytest -m "thorough and vllm" -rs
+	$(BIN)/python -m pytest $(BY_FILE) -m "thorough and not vllm"
+	$(MAKE) test-numeric KERNELS=avx2
 
 # Another CPU adds in another order. torch's kernels for older ones are on every x86 machine; elsewhere the setting changes nothing.
 NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py tests/conformance \
@@ -44,10 +51,12 @@ NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py t
 	tests/training/test_own_token_loss.py tests/unit/test_model_conditions.py \
 	$(addprefix tests/unit/test_,advantages.py aggregation.py kl.py masked.py objective.py ratios.py surrogates.py update_plan_exact.py)
 
-test-numeric: setup  ## the numeric tests with the kernels of other CPUs (part of `make test`)
-	for kernels in default avx2; do \
+KERNELS ?= default
+
+test-numeric: setup  ## the numeric tests with the kernels of another CPU (part of `make test`; KERNELS=avx2)
+	for kernels in $(KERNELS); do \
 	  echo "ATEN_CPU_CAPABILITY=$$kernels"; \
-	  ATEN_CPU_CAPABILITY=$$kernels $(BIN)/python -m pytest $(BY_FILE) -m "not slow" $(NUMERIC) || exit 1; \
+	  ATEN_CPU_CAPABILITY=$$kernels $(BIN)/python -m pytest $(BY_FILE) -m "not slow and not thorough" $(NUMERIC) || exit 1; \
 	done
 
 test-fast: setup  ## the part of the suite that takes under two minutes

@@ -1,7 +1,6 @@
-"""What the comparing scripts share: one cold start for all arms, held-out accuracy on the way, tokens from the log, intervals.
+"""What the comparing scripts share: one cold start for all arms, held-out accuracy on the way, tokens from the log.
 
-The record that an arm leaves, whatever trained it, is ``arm.json``, a list of points: optimizer steps, generated tokens, held-out accuracy and seconds of
-training until then. It is written last and whole: an arm with a record is done, and one without goes on.
+A point, whatever trained the arm: optimizer steps, generated tokens, held-out accuracy and seconds of training until then.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import evaluate
-from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
 from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.settings import read
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 Point = dict[str, float]
 
 
@@ -151,39 +148,6 @@ def at_tokens(points: Sequence[Point], tokens: float) -> float:
     """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer than 95% of them were generated in all."""
     reached = [point["accuracy"] for point in points if point["tokens"] <= tokens]
     return reached[-1] if reached and points[-1]["tokens"] >= 0.95 * tokens else math.nan
-
-
-def peak_memory() -> float:
-    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the process that started it."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
-
-
-def pyplot_if_there(path: Path) -> Any:
-    """matplotlib's pyplot, drawing into files; None, and a line that says so, where matplotlib is not installed (the package does not need it)."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print(
-            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); with it, the same command draws what is recorded"
-        )
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± 95% interval (Student's t) and the single values; a seed without a number is left out."""
-    values = [value for value in values if not math.isnan(value)]
-    if not values:
-        return "–"
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    half = half_width_over_seeds(values) or 0.0
-    return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{v:.3f}' for v in values)})"
 
 
 def smooth(values: Sequence[float], width: int = 10) -> list[float]:

@@ -5,28 +5,36 @@
     python scripts/compare_methods.py critic          # Dr.GRPO, PPO, Kimi's mirror descent with and without optimizer reset
     python scripts/compare_methods.py all --jobs 2
 
-The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the sampling. An arm runs in a process of its own
-and leaves ``arm.json``; killed anywhere, the same command goes on (a trainer's arm from its last checkpoint). An arm that two comparisons name runs once.
-Prints a table a comparison and writes it, with ``points.json`` and a figure, into --folder.
+The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the sampling. Killed anywhere, the same command goes
+on (a trainer's arm from its last checkpoint). An arm that two comparisons name runs once. Prints a table a comparison and writes it, with its records
+and a figure, into --folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from arm_report import draw, table
-from arm_runs import HeldOut, peak_memory, points_of, points_of_rounds, shared_start
+from arm_runs import HeldOut, Point, at_tokens, points_of, points_of_rounds, shared_start, smoothness
 
 from grpo_lab.io import write_whole_text
+from grpo_lab.labs.experiment import (
+    Experiment,
+    Found,
+    Options,
+    Record,
+    carry_out,
+    changes_asked,
+    draw,
+    markdown,
+    parser,
+    spread,
+)
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.rows import load_rows
@@ -82,95 +90,58 @@ COMPARISONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("comparison", choices=[*COMPARISONS, "all"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), help="only these")
-    parser.add_argument("--steps", type=int, default=48, help=f"batches of {PROBLEMS} x {EACH} completions")
-    parser.add_argument("--every", type=int, default=5, help="batches from one held-out measurement to the next")
-    parser.add_argument("--held-out", type=int, default=300, help="held-out problems of a measurement")
-    parser.add_argument("--folder", type=Path, default=Path("runs/compare/methods"))
-    parser.add_argument("--jobs", type=int, default=1, help="arms side by side")
-    parser.add_argument(
-        "--set",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("KEY", "VALUE"),
-        help="for the start and the arms of a trainer",
-    )
-    parser.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.run_one:
-        return run_arm(args.run_one[0], int(args.run_one[1]), args)
-    chosen = list(COMPARISONS) if args.comparison == "all" else [args.comparison]
-    missing = run_all([arm for one in chosen for arm in COMPARISONS[one]], args)
-    for one in chosen:
-        report(one, args)
-    if missing:
-        raise SystemExit(f"not run: {'; '.join(missing)}")
-    return None
+    words = parser(__doc__, "runs/compare/methods")
+    words.add_argument("experiment", choices=[*COMPARISONS, "all"])
+    words.add_argument("--steps", type=int, default=48, help=f"batches of {PROBLEMS} x {EACH} completions")
+    words.add_argument("--every", type=int, default=5, help="batches from one held-out measurement to the next")
+    words.add_argument("--held-out", type=int, default=300, help="held-out problems of a measurement")
+    options = words.parse_args()
+    chosen = COMPARISONS if options.experiment == "all" else {options.experiment: COMPARISONS[options.experiment]}
+    arms = list(dict.fromkeys(arm for of_one in chosen.values() for arm in of_one))
+    carry_out(Experiment(arms, run, lambda found, _: report(found, chosen, options.folder), make_start), options)
 
 
-def run_all(arms: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Every arm without a record, seed by seed, so that a stopped comparison still compares; what failed, in words."""
-    wanted = [arm for arm in dict.fromkeys(arms) if arm in (args.arms or ARMS)]
-    shared_start(read_recipe(ROOT / QUICK, changes_of_all(args)), args.folder / "cold_start")
-    jobs = [(arm, seed) for seed in args.seeds for arm in wanted if not record_of(arm, seed, args).is_file()]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        return [why for why in pool.map(lambda job: in_own_process(*job, args), jobs) if why]
+def make_start(options: Options) -> None:
+    shared_start(read_recipe(ROOT / QUICK, changes_asked(options)), options.folder / "cold_start")
 
 
-def in_own_process(arm: str, seed: int, args: argparse.Namespace) -> str | None:
-    """Why the arm has no record after this; None if it has."""
-    settings = [
-        f"--steps={args.steps}",
-        f"--every={args.every}",
-        f"--held-out={args.held_out}",
-        f"--folder={args.folder}",
-    ]
-    settings += [word for pair in args.set for word in ("--set", *pair)]
-    log = Path(f"{folder_of(arm, seed, args)}.log")
-    print(f"{arm}, seed {seed} ... ({log})", flush=True)
-    with log.open("a", encoding="utf-8") as file:
-        command = [sys.executable, __file__, "all", *settings, "--run-one", arm, str(seed)]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code == 0 and record_of(arm, seed, args).is_file():
-        return None
-    return f"{arm}, seed {seed}: exit code {code}, see {log}"
+def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
+    return {"points": TRAINED_BY[ARMS[arm].trained_by](ARMS[arm], seed, folder, options)}
 
 
-def run_arm(arm: str, seed: int, args: argparse.Namespace) -> None:
-    """In the arm's process: train, then write the record."""
-    libraries = peak_memory()
-    began = time.perf_counter()
-    points = TRAINED_BY[ARMS[arm].trained_by](ARMS[arm], seed, folder_of(arm, seed, args), args)
-    record = {"arm": arm, "seed": seed, "points": points, "memory_mib": peak_memory() - libraries}
-    write_whole_text(record_of(arm, seed, args), json.dumps({**record, "process_seconds": time.perf_counter() - began}))
+def report(found: Found, chosen: Mapping[str, Sequence[str]], folder: Path) -> str:
+    """A table, a figure and the points of each comparison, of what has been run."""
+    texts = []
+    for name, arms in chosen.items():
+        if of_one := {arm: found[arm] for arm in arms if arm in found}:
+            texts.append(f"{name}\n{table(of_one)}")
+            write_whole_text(folder / f"{name}.md", table(of_one) + "\n")
+            write_whole_text(folder / f"{name}.json", json.dumps(of_one, indent=1))
+            draw_points(of_one, folder / f"{name}.png")
+    return "\n\n".join(texts)
 
 
-def by_trainer(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+def by_trainer(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """``grpo-lab train`` with a checkpoint at every measurement; goes on from the last one."""
-    every = args.every * arm.updates
-    changes = {**changes_of_all(args), **arm.changes, "max_steps": args.steps * arm.updates}
-    changes |= {"model": {"path": str(args.folder / "cold_start")}, "cold_start": None, "evaluation": None}
+    every = options.every * arm.updates
+    changes = {**changes_asked(options), **arm.changes, "max_steps": options.steps * arm.updates}
+    changes |= {"model": {"path": str(options.folder / "cold_start")}, "cold_start": None, "evaluation": None}
     changes |= {"output_dir": str(output), "name": output.name, "seed": seed, "data.seed": seed, "disable_tqdm": True}
     changes |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": 1, "logging_steps": 1}
     watch = {"name": "arm_runs:HeldOut", "file": str(output / "points.jsonl"), "every": every}
-    changes["callbacks"] = [{**watch, "data": held_out_rows(args), "max_new_tokens": TOKENS}]
+    changes["callbacks"] = [{**watch, "data": held_out_rows(options), "max_new_tokens": TOKENS}]
     recipe = read_recipe(ROOT / arm.recipe, changes)
-    resume = (output / "run.json").is_file()
-    train(recipe, overwrite=not resume, resume=resume)
+    train(recipe)
     made = parts.lab_config(parts.numbers_read(recipe)).generation_batch_size
     return points_of(output, made)
 
 
-def by_rounds(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """``grpo-lab rounds``: the same number of completions, sampled in ``arm.rounds`` parts; goes on by itself."""
     from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
     from grpo_lab.pipelines.run_rounds import run_rounds
 
-    start = args.folder / "cold_start"
+    start = options.folder / "cold_start"
     changes = {"model": {"path": str(start)}, "cold_start": None, "evaluation": None, "output_dir": str(output)}
     changes |= {
         "seed": seed,
@@ -179,79 +150,95 @@ def by_rounds(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> li
         "rounds.count": arm.rounds,
         "training.disable_tqdm": True,
     }
-    changes |= {"rounds.questions": max(1, args.steps * PROBLEMS // arm.rounds), **arm.changes}
-    changes |= {"training.save_strategy": "steps", "training.save_steps": args.every, "training.save_only_model": True}
+    changes |= {"rounds.questions": max(1, options.steps * PROBLEMS // arm.rounds), **arm.changes}
+    changes |= {
+        "training.save_strategy": "steps",
+        "training.save_steps": options.every,
+        "training.save_only_model": True,
+    }
     run_rounds(read_rounds_recipe(ROOT / arm.recipe, changes))
-    return points_of_rounds(output, start, held_out_rows(args), TOKENS)
+    return points_of_rounds(output, start, held_out_rows(options), TOKENS)
 
 
-def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+def by_solutions(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """TRL's SFT on the problems' own worked solutions: a teacher's, nothing is generated."""
     from grpo_lab.trainer.supervised.cold_start import cold_start
 
-    recipe = read_recipe(ROOT / arm.recipe, {**changes_of_all(args), "data.seed": seed})
+    recipe = read_recipe(ROOT / arm.recipe, {**changes_asked(options), "data.seed": seed})
     model, tokenizer = parts.load_model(
-        read_recipe(ROOT / QUICK, {"model": {"path": str(args.folder / "cold_start")}}).model, seed
+        read_recipe(ROOT / QUICK, {"model": {"path": str(options.folder / "cold_start")}}).model, seed
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / "points.jsonl").unlink(missing_ok=True)
-    watch = HeldOut(str(output / "points.jsonl"), args.every, held_out_rows(args), TOKENS)
+    watch = HeldOut(str(output / "points.jsonl"), options.every, held_out_rows(options), TOKENS)
     settings = {
         "per_device_train_batch_size": 64,
         "learning_rate": 5.0e-4,
         "lr_scheduler_type": "linear",
         "adam_beta2": 0.95,
     }
-    settings |= {"max_steps": args.steps, "max_length": 256, "gradient_checkpointing": False, "logging_steps": 1}
+    settings |= {"max_steps": options.steps, "max_length": 256, "gradient_checkpointing": False, "logging_steps": 1}
     settings |= {"seed": seed, "use_cpu": True, "bf16": False, "disable_tqdm": True}
     cold_start(model, tokenizer, load_rows(recipe.data), output, settings, [watch])
     return points_of(output, 0)
 
 
-TRAINED_BY: dict[str, Callable[..., list[dict[str, float]]]] = {
+TRAINED_BY: dict[str, Callable[..., list[Point]]] = {
     "trainer": by_trainer,
     "rounds": by_rounds,
     "solutions": by_solutions,
 }
 
 
-def changes_of_all(args: argparse.Namespace) -> dict[str, Any]:
-    return {key: json.loads(value) for key, value in args.set}
-
-
-def held_out_rows(args: argparse.Namespace) -> dict[str, Any]:
+def held_out_rows(options: Options) -> dict[str, Any]:
     section = read_recipe(ROOT / QUICK).evaluation
     assert section is not None
     return {
         "loader": section.data.loader,
         "template": section.data.template,
         **section.data.arguments,
-        "n": args.held_out,
+        "n": options.held_out,
     }
 
 
-def folder_of(arm: str, seed: int, args: argparse.Namespace) -> Path:
-    return Path(args.folder) / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}"
+def table(found: Found) -> str:
+    """One line an arm; mean ± 95% interval over seeds (Student's t), and the seeds."""
+    curves = {arm: [run["points"] for run in runs] for arm, runs in found.items()}
+    totals = [max(points[-1]["tokens"] for points in runs) for runs in curves.values()]
+    shared = min((total for total in totals if total), default=math.nan)  # no seed of the thriftiest arm has more
+    heads = ["arm", "seeds", "held-out accuracy at the end", f"after {shared / 1e3:,.0f} k generated tokens"]
+    heads += ["mean over the steps", "generated tokens, k", "variance of differences, points²", "of the second half"]
+    heads += ["seconds of training", "memory above the libraries, MiB"]
+    rows = [["(start)", "–", spread([next(iter(curves.values()))[0][0]["accuracy"]]), *["–"] * (len(heads) - 3)]]
+    for arm, runs in curves.items():
+        figures = [
+            spread([points[-1]["accuracy"] for points in runs]),
+            spread([at_tokens(points, shared) for points in runs]),
+            spread([fmean(one["accuracy"] for one in points[1:] or points) for points in runs]),
+            f"{fmean(points[-1]['tokens'] for points in runs) / 1e3:,.0f}",
+            f"{fmean(smoothness(points) for points in runs):.1f}",
+            f"{fmean(smoothness(points[len(points) // 2 :]) for points in runs):.1f}",
+            f"{fmean(points[-1]['seconds'] for points in runs):.0f}",
+            f"{fmean(run['memory_mib'] for run in found[arm]):.0f}",
+        ]
+        rows.append([arm, str(len(runs)), *figures])
+    return markdown(heads, rows)
 
 
-def record_of(arm: str, seed: int, args: argparse.Namespace) -> Path:
-    return folder_of(arm, seed, args) / "arm.json"
-
-
-def report(comparison: str, args: argparse.Namespace) -> None:
-    """Table, figure and points of what has been run."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for arm in COMPARISONS[comparison]:
-        records = [record_of(arm, seed, args) for seed in args.seeds]
-        if runs := [json.loads(record.read_text()) for record in records if record.is_file()]:
-            found[arm] = runs
-    if not found:
-        return
-    written = table(found)
-    print(f"\n{comparison}\n{written}", flush=True)
-    write_whole_text(args.folder / f"{comparison}.md", written + "\n")
-    write_whole_text(args.folder / f"{comparison}.json", json.dumps(found, indent=1))
-    draw(found, args.folder / f"{comparison}.png")
+def draw_points(found: Found, path: Path) -> None:
+    """Held-out accuracy over steps and over generated tokens, in which a method that generates all its tokens first has learned nothing until then."""
+    most = max(run["points"][-1]["tokens"] for runs in found.values() for run in runs)
+    steps, tokens = {}, {}
+    for arm, runs in found.items():
+        curves = [run["points"] for run in runs]
+        steps[arm] = [[(one["step"], one["accuracy"]) for one in points] for points in curves]
+        if curves[0][-1]["tokens"]:
+            tokens[arm] = [[(one["tokens"], one["accuracy"]) for one in points] for points in curves]
+        else:
+            tokens[f"{arm} (generates nothing)"] = [
+                [(at, points[-1]["accuracy"]) for at in (0, most)] for points in curves
+            ]
+    draw({"over optimizer steps": steps, "over generated tokens": tokens}, path, "", stairs=True)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ before the model was made.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import subprocess
-import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from arm_runs import peak_memory
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.data import word_problems
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, markdown, parser
+from grpo_lab.testing import tiny_model
 
 SIDES: dict[str, dict[str, Any]] = {
     "GRPO": {"objective": "grpo"},
@@ -28,35 +28,29 @@ BYTES = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=16, help="completions a step")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.side:
-        print(json.dumps(measure(args.side, args)))
-        return
-    heads = (
+    words = parser(__doc__, "runs/critic_memory", seeds=[0])
+    words.add_argument("--hidden", type=int, default=512)
+    words.add_argument("--layers", type=int, default=6)
+    words.add_argument("--rows", type=int, default=16, help="completions a step")
+    carry_out(Experiment(list(SIDES), measure, table), words.parse_args())
+
+
+def table(found: Found, _: Options) -> str:
+    heads = [
         "",
         "trained parameters, M",
         "states on paper, MiB",
         "more than GRPO",
         "peak measured, MiB",
         "more than GRPO",
-    )
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    base: dict[str, float] = {}
-    for side in SIDES:
-        words = [sys.executable, __file__, "--side", side, "--hidden", str(args.hidden), "--layers", str(args.layers)]
-        done = subprocess.run([*words, "--rows", str(args.rows)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{side}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-        found = json.loads(done.stdout.splitlines()[-1])
-        paper = found["trained"] * BYTES / 2**20
-        base = base or {"paper": paper, "peak": found["peak"]}
-        line = f"| {side} | {found['trained'] / 1e6:.2f} | {paper:.0f} | {paper - base['paper']:+.0f} "
-        print(line + f"| {found['peak']:.0f} | {found['peak'] - base['peak']:+.0f} |", flush=True)
+    ]
+    rows, base = [], None
+    for side, (one, *_) in found.items():
+        paper, peak = one["trained"] * BYTES / 2**20, one["memory_mib"]
+        base = base or (paper, peak)
+        more = [f"{paper:.0f}", f"{paper - base[0]:+.0f}", f"{peak:.0f}", f"{peak - base[1]:+.0f}"]
+        rows.append([side, f"{one['trained'] / 1e6:.2f}", *more])
+    return markdown(heads, rows)
 
 
 def by_length(completions: list[Any], **_: Any) -> list[float]:
@@ -64,30 +58,20 @@ def by_length(completions: list[Any], **_: Any) -> list[float]:
     return [float(place) for place in range(len(completions))]
 
 
-def measure(side: str, args: argparse.Namespace) -> dict[str, float]:
-    """In a process of its own: trained parameters, and the peak in MiB above what was held before there was a model."""
-    from grpo_lab import LabConfig, LabTrainer
-    from grpo_lab.data import word_problems
-    from grpo_lab.testing import tiny_model
-
-    before = peak_memory()
+def measure(side: str, seed: int, output: Path, options: Options) -> Record:
+    """Trained parameters; the peak above what was held before there was a model is measured around this."""
     model, tokenizer = tiny_model(
-        hidden_size=args.hidden, num_layers=args.layers, num_heads=8, max_positions=256, initializer_range=0.2
+        hidden_size=options.hidden, num_layers=options.layers, num_heads=8, max_positions=256, initializer_range=0.2
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "output_dir": folder,
-            "per_device_train_batch_size": args.rows,
-            "num_generations": 8,
-            "max_completion_length": 16,
+            "per_device_train_batch_size": options.rows,
             "max_steps": 2,
             "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "gradient_checkpointing": False,
-            "use_cpu": True,
-            "bf16": False,
         }
+        settings |= {"num_generations": 8, "max_completion_length": 16, "gradient_checkpointing": False}
+        settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False}
         trainer = LabTrainer(
             model=model,
             reward_funcs=by_length,
@@ -98,7 +82,7 @@ def measure(side: str, args: argparse.Namespace) -> dict[str, float]:
         trained = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
         gc.collect()
         trainer.train()
-    return {"trained": trained, "peak": peak_memory() - before}
+    return {"trained": trained}
 
 
 if __name__ == "__main__":

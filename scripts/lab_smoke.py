@@ -4,7 +4,7 @@
     python scripts/lab_smoke.py --only gspo KimiTrainer --steps 5
 
 Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The cold start is made once and kept. This
-shows that everything runs; which of them is better is another question (scripts/compare_methods.py).
+shows that everything runs; which of them is better is another question (scripts/compare_methods.py, scripts/compare.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import grpo_lab
 from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
+from grpo_lab.labs.experiment import changes_asked, markdown
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/lab_smoke"))
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="for every run")
     args = parser.parse_args()
-    extra = {key: json.loads(value) for key, value in args.set}
+    extra = changes_asked(args)
     start = shared_start(read_recipe(QUICK, extra), args.folder / "cold_start")
     lines = []
     for name in args.only or cases():
@@ -109,11 +110,9 @@ def sound(line: Mapping[str, Any]) -> bool:
 
 
 def as_text(lines: list[dict[str, Any]]) -> str:
-    rows = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    for line in lines:
-        told = [cell(head, line.get(head)) for head in HEADS]
-        rows.append("| " + " | ".join(told) + " |" + (f" {line['error']}" if "error" in line else ""))
-    return "\n".join(rows)
+    return markdown(
+        [*HEADS, "error"], [[*(cell(head, line.get(head)) for head in HEADS), line.get("error", "")] for line in lines]
+    )
 
 
 def cell(head: str, value: Any) -> str:

@@ -19,20 +19,21 @@ settings.register_profile("any load", deadline=None, derandomize=True, suppress_
 settings.load_profile("any load")
 
 
-def not_fast() -> dict[str, str]:
-    """``tests/not_fast.txt``: test → the case that stays in ``make test-fast``, or nothing."""
-    lines = (Path(__file__).parent / "not_fast.txt").read_text().splitlines()
+def left_out(marker: str) -> dict[str, str]:
+    """``tests/<marker>.txt``: test → its only case that does not get the marker, or nothing."""
+    lines = (Path(__file__).parent / f"{marker}.txt").read_text().splitlines()
     pairs = (line.partition("|") for line in lines if not line.startswith("#"))
     return {test.strip(): kept.strip() for test, _, kept in pairs}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = not_fast()
-    for item in items:
-        test, _, case = item.nodeid.partition("[")
-        if test in left_out and case.removesuffix("]") != (left_out[test] or None):
-            item.add_marker(pytest.mark.not_fast)
+    for marker in ("not_fast", "thorough"):
+        listed = left_out(marker)
+        for item in items:
+            test, _, case = item.nodeid.partition("[")
+            if item.nodeid in listed or (test in listed and case.removesuffix("]") != (listed[test] or None)):
+                item.add_marker(marker)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # so that no worker of xdist ends with a long file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": UPPER | {"evaluation"},
     "stages": UPPER | {"evaluation", "runs"},
     "pipelines": UPPER | {"evaluation", "testing", "runs", "stages"},
+    "labs": UPPER | {"evaluation", "pipelines", "runs"},
     "cli": UPPER | {"evaluation", "testing", "pipelines", "runs"},
     "__init__": {"trainer", "objectives", "advantages"},
     "__main__": {"cli"},
@@ -203,6 +205,36 @@ def test_a_planted_long_one_is_seen() -> None:
     ]
     assert too_long("a.py", "x = 1\n" * MOST_LINES) == []
     assert too_long("a.py", "x = 1\n" * (MOST_LINES + 1)) == ["a.py"]
+
+
+TWICE = {"Outcome", "Plan", "Sampler", "Verdict"}
+"""Class names that stand twice today; none is added."""
+MOST_FILES_OF_A_FOLDER = 24
+MORE_FILES = {"pipelines"}
+SIGNALS = {"sandbox/fork_server.py", "sandbox/jail.py", "sandbox/walls.py", "signals.py"}
+"""Files that install signal handlers; none is added."""
+
+
+def class_names(sources: dict[str, str]) -> set[str]:
+    """Those that more than one class has, classes inside functions and classes left out."""
+    names = [node.name for text in sources.values() for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return {name for name in names if names.count(name) > 1}
+
+
+def test_no_class_name_twice() -> None:
+    sources = {str(path): path.read_text(encoding="utf-8") for path in package_files()}
+    assert class_names(sources) <= TWICE
+    assert class_names({"a.py": "class A: ...", "b.py": "class A: ..."}) == {"A"}
+
+
+def test_no_folder_has_more_files_than_a_reader_holds() -> None:
+    counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in package_files())
+    assert {folder for folder, files in counts.items() if files > MOST_FILES_OF_A_FOLDER} <= MORE_FILES
+
+
+def test_few_files_install_signal_handlers() -> None:
+    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if "signal.signal(" in path.read_text()}
+    assert found <= SIGNALS
 
 
 def test_every_arrow_points_down() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -141,20 +142,17 @@ def test_a_row_of_zero_advantage_gives_the_others_nothing(row: Row, ratio: str) 
         torch.testing.assert_close(gradient[[0, 2, 3, 4]], without, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("fill", [0.0, *HOSTILE])
-def test_appending_padding_changes_nothing(row: Row, ratio: str, aggregation: str, fill: float) -> None:
-    for batch in batches(ratio):
+def test_appending_padding_changes_nothing(row: Row, ratio: str) -> None:
+    for aggregation, fill, batch in itertools.product(sorted(AGGREGATIONS), [0.0, *HOSTILE], batches(ratio)):
         loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio), aggregation)
         wide, wide_gradient = loss_and_gradient(row, ratio, padded(batch, ratio, 3, fill), aggregation)
-        assert wide == pytest.approx(loss, rel=1e-13)  # a longer sum may be added up in another order
+        assert wide == pytest.approx(loss, rel=1e-13), (aggregation, fill)  # a longer sum: maybe in another order
         torch.testing.assert_close(wide_gradient[:, :-3], gradient, rtol=1e-13, atol=1e-15)
-        assert (wide_gradient[:, -3:] == 0).all()
+        assert (wide_gradient[:, -3:] == 0).all(), (aggregation, fill)
 
 
-@pytest.mark.parametrize("fill", HOSTILE)
-def test_masked_inputs_may_hold_anything(row: Row, ratio: str, fill: float) -> None:
-    for batch in batches(ratio):
+def test_masked_inputs_may_hold_anything(row: Row, ratio: str) -> None:
+    for fill, batch in itertools.product(HOSTILE, batches(ratio)):
         loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio))
         dirty = poisoned(batch, ratio, fill)
         found, found_gradient = loss_and_gradient(row, ratio, dirty)
@@ -199,13 +197,12 @@ def test_permuting_rows_permutes_the_gradient(row: Row, ratio: str) -> None:
         torch.testing.assert_close(mixed_gradient, gradient[order], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("aggregation", sorted(set(AGGREGATIONS) - {"local_token_mean"}))
-def test_splitting_into_micro_batches_changes_nothing(row: Row, ratio: str, aggregation: str) -> None:
-    for batch in batches(ratio):
+def test_splitting_into_micro_batches_changes_nothing(row: Row, ratio: str) -> None:
+    for aggregation, batch in itertools.product(sorted({*AGGREGATIONS} - {"local_token_mean"}), batches(ratio)):
         loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio), aggregation)
         parts = [torch.tensor([0, 3]), torch.tensor([1]), torch.tensor([2, 4])]
         found = [loss_and_gradient(row, ratio, rows_of(batch, ratio, part), aggregation) for part in parts]
-        assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-13)
+        assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-13), aggregation
         torch.testing.assert_close(torch.cat([g for _, g in found]), gradient[torch.cat(parts)], rtol=0, atol=0)
 
 

@@ -1,16 +1,21 @@
-"""``scripts/compare_methods.py`` and ``scripts/lab_smoke.py`` with small numbers, in processes of their own as a user runs them."""
+"""The comparing scripts with small numbers. Their cells are processes of their own, here forks of one that has imported everything."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+import forked
+from grpo_lab.labs import experiment
+
 TINY = {
     "model.tiny.hidden_size": "24",
     "model.tiny.num_layers": "1",
@@ -21,35 +26,32 @@ TINY = {
 SMALLER = [word for key, value in TINY.items() for word in ("--set", key, value)]
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:], *SMALLER]
-    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=1800)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script's ``main``, with words."""
+
+    def cell(command: list[str], stdout: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        done = forked.run(command[1:])
+        stdout.write(done.stdout + done.stderr)
+        return done
+
+    def main(script: ModuleType, *words: str) -> None:
+        monkeypatch.setattr(experiment.subprocess, "run", cell)
+        monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *SMALLER])
+        script.main()
+
+    return main
 
 
 @pytest.mark.slow
-def test_two_arms_from_one_start_and_a_lost_record(tmp_path: Path) -> None:
+def test_two_arms_from_one_start_and_a_lost_record(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second call trains nothing again: a finished arm is read, one whose record was lost is found trained."""
-    words = [
-        "compare_methods.py",
-        "all",
-        "--arms",
-        "SFT",
-        "Dr.GRPO",
-        "--seeds",
-        "0",
-        "--steps",
-        "2",
-        "--every",
-        "1",
-        "--held-out",
-        "8",
-    ]
-    words += ["--folder", str(tmp_path)]
-    done = run(*words)
-    assert done.returncode == 0, (
-        done.stdout + done.stderr + "".join(log.read_text()[-3000:] for log in tmp_path.glob("*.log"))
-    )
+    import compare_methods
+
+    words = ["all", "--arms", "SFT", "Dr.GRPO", "--seeds", "0", "--steps", "2", "--every", "1", "--held-out", "8"]
+    run(compare_methods, *words, "--folder", str(tmp_path))
     records = {arm: json.loads((tmp_path / f"{arm}-0" / "arm.json").read_text()) for arm in ("SFT", "Dr.GRPO")}
     for record in records.values():
         assert [point["step"] for point in record["points"]] == [0, 1, 2]
@@ -58,36 +60,46 @@ def test_two_arms_from_one_start_and_a_lost_record(tmp_path: Path) -> None:
     tokens = [point["tokens"] for point in records["Dr.GRPO"]["points"]]
     assert 0 == tokens[0] < tokens[1] < tokens[2] <= 2 * 256 * 56
     assert [point["tokens"] for point in records["SFT"]["points"]] == [0, 0, 0]
-    assert (tmp_path / "trio.png").is_file() or ("grpo_lab[figures]" in done.stdout and "trio.png" in done.stdout)
+    said = capsys.readouterr().out
+    assert (tmp_path / "trio.png").is_file() or ("grpo_lab[figures]" in said and "trio.png" in said)
     assert "| Dr.GRPO | 1 |" in (tmp_path / "critic.md").read_text()
 
     kept = (tmp_path / "SFT-0" / "arm.json").stat().st_mtime_ns
     (tmp_path / "Dr.GRPO-0" / "arm.json").unlink()
-    again = run(*words)
-    assert again.returncode == 0, again.stdout + again.stderr
+    run(compare_methods, *words, "--folder", str(tmp_path))
     assert (tmp_path / "SFT-0" / "arm.json").stat().st_mtime_ns == kept
     assert "is finished: nothing to do" in (tmp_path / "Dr.GRPO-0.log").read_text().replace("\n", " ")
     assert json.loads((tmp_path / "Dr.GRPO-0" / "arm.json").read_text())["points"] == records["Dr.GRPO"]["points"]
 
 
 @pytest.mark.slow
-def test_smoke_of_two_presets(tmp_path: Path) -> None:
-    done = run(
-        "lab_smoke.py",
-        "--only",
-        "gspo",
-        "KimiTrainer",
-        "--steps",
-        "2",
-        "--folder",
-        str(tmp_path),
-        "--set",
-        "max_completion_length",
-        "8",
-    )
-    assert done.returncode in (0, 1), (
-        done.stderr
-    )  # 1: a start that never answers right moves no weight, and that is said
+def test_a_declared_comparison_in_small(run: Any, tmp_path: Path) -> None:
+    import compare
+
+    small = {
+        "max_steps": "1",
+        "per_device_train_batch_size": "16",
+        "max_completion_length": "8",
+        "evaluation.data.n": "8",
+    }
+    words = [word for key, value in small.items() for word in ("--set", key, value)]
+    run(compare, "process", "--seeds", "0", "--folder", str(tmp_path), *words)
+    lines = (tmp_path / "process" / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| (start)", "| outcome", "| steps and outcome"]
+    assert lines[-1].startswith("accuracy, steps and outcome - outcome, seed by seed: ")
+    found = json.loads((tmp_path / "process" / "records.json").read_text())
+    assert found["outcome"][0]["before"] == found["steps and outcome"][0]["before"]
+    assert all(len(runs[0]["curves"][compare.SAMPLES]) == 1 for runs in found.values())
+    assert (tmp_path / "process" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
+
+
+@pytest.mark.slow
+def test_smoke_of_two_presets(run: Any, tmp_path: Path) -> None:
+    import lab_smoke
+
+    words = ["--only", "gspo", "KimiTrainer", "--steps", "2", "--set", "max_completion_length", "8"]
+    with contextlib.suppress(SystemExit):  # a start that never answers right moves no weight, and that is said
+        run(lab_smoke, *words, "--folder", str(tmp_path))
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["gspo", "KimiTrainer"]
     assert all(line.split("|")[2].strip() == "yes" for line in lines[2:])

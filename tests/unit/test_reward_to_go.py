@@ -53,23 +53,27 @@ def test_hand_values() -> None:
     assert reward_to_go(values, mask, 0.0).tolist() == [[1.0, 0.0, 2.0, 4.0, 0.0]]
 
 
-@pytest.mark.parametrize("seed", range(240))
-def test_against_loops(seed: int) -> None:
-    rng = random.Random(seed)
-    policy, reference, own = ragged(rng)
-    estimator = ("k1", "k2", "k3", "k1_clamped")[seed % 4]
-    gamma, beta = rng.choice([1.0, 1.0, 0.99, 0.5, 0.0]), rng.choice([0.01, 0.5])
-    kl = KLTerm(beta, estimator, "reward", per="token", gamma=gamma)
-    mask = torch.tensor(own)
-    each = kl.of_tokens(torch.tensor(policy, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64), mask)
-    found = -beta * reward_to_go(each, mask, gamma)
-    for row, (new, ref, mine) in enumerate(zip(policy, reference, own, strict=True)):
-        kls = [kl_of(estimator, b - a) if m else math.nan for a, b, m in zip(new, ref, mine, strict=True)]
-        expected = [-beta * value for value in literal(kls, mine, gamma)]
-        assert found[row].tolist() == pytest.approx(expected, rel=0, abs=EXACT)
-        if gamma == 1.0 and any(mine):  # the first own token carries what a completion pays per sequence
-            total = kl.in_reward(torch.tensor([new]), torch.tensor([ref]), mask[row : row + 1]).item()
-            assert found[row, mine.index(True)].item() == pytest.approx(-beta * total, rel=1e-5, abs=1e-5)  # float32
+def test_against_loops() -> None:
+    for seed in range(240):
+        rng = random.Random(seed)
+        policy, reference, own = ragged(rng)
+        estimator = ("k1", "k2", "k3", "k1_clamped")[seed % 4]
+        gamma, beta = rng.choice([1.0, 1.0, 0.99, 0.5, 0.0]), rng.choice([0.01, 0.5])
+        kl = KLTerm(beta, estimator, "reward", per="token", gamma=gamma)
+        mask = torch.tensor(own)
+        each = kl.of_tokens(
+            torch.tensor(policy, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64), mask
+        )
+        found = -beta * reward_to_go(each, mask, gamma)
+        for row, (new, ref, mine) in enumerate(zip(policy, reference, own, strict=True)):
+            kls = [kl_of(estimator, b - a) if m else math.nan for a, b, m in zip(new, ref, mine, strict=True)]
+            expected = [-beta * value for value in literal(kls, mine, gamma)]
+            assert found[row].tolist() == pytest.approx(expected, rel=0, abs=EXACT), seed
+            if gamma == 1.0 and any(mine):  # the first own token carries what a completion pays per sequence
+                total = kl.in_reward(torch.tensor([new]), torch.tensor([ref]), mask[row : row + 1]).item()
+                assert found[row, mine.index(True)].item() == pytest.approx(
+                    -beta * total, rel=1e-5, abs=1e-5
+                )  # float32
 
 
 def test_estimates_of_tokens_carry_no_gradient_and_the_clamped_one_is_never_negative() -> None:

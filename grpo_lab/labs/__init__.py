@@ -1,0 +1,1 @@
+"""Experiments: arms × seeds, from one start."""

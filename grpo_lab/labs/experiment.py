@@ -1,0 +1,202 @@
+"""An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
+
+An arm with a seed is a cell. It works in ``<folder>/<arm>-<seed>``, in a process of its own, and leaves ``arm.json`` there, written last and whole:
+a cell that has one is never repeated, one without begins, or goes on from what is there. Cells run seed by seed, so that an experiment
+that was broken off still compares. Records do not know the options that they were made with: others need another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.io import write_whole_text
+
+Options = argparse.Namespace
+Record = dict[str, Any]
+Found = dict[str, list[Record]]
+"""Arm → its records, one a seed."""
+Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+"""Label → curves of (x, y), one a seed."""
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is run, and how it is shown.
+
+    Args:
+        arms: their names, in the order of the table.
+        run: a cell's arm, seed and folder, and the options → what its record says, which gets ``memory_mib`` (most that the process
+            held above what it held before) and ``process_seconds`` besides.
+        report: records and options → the text that is printed; writes its files into ``options.folder``.
+        prepare: makes what the cells begin from, before the first of them.
+    """
+
+    arms: Sequence[str]
+    run: Callable[[str, int, Path, Options], Record]
+    report: Callable[[Found, Options], str]
+    prepare: Callable[[Options], object] = lambda options: None
+
+
+def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
+    """The options that every experiment has."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    found.add_argument("--arms", nargs="+", help="only these")
+    found.add_argument("--folder", type=Path, default=Path(folder))
+    found.add_argument("--jobs", type=int, default=1, help="cells side by side")
+    found.add_argument(
+        "--at-most", type=int, metavar="N", help="cells run in this call; the next one goes on (0: only report)"
+    )
+    pair = ("KEY", "VALUE")
+    found.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=pair, help="of the recipe, for every arm; VALUE is JSON"
+    )
+    found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
+    return found
+
+
+def changes_asked(options: Options) -> dict[str, Any]:
+    """What ``--set`` says, for ``read_recipe``."""
+    return {key: json.loads(value) for key, value in options.set}
+
+
+def carry_out(experiment: Experiment, options: Options) -> None:
+    """Every cell without a record, then the report of what there is.
+
+    Raises:
+        ValueError: an arm that there is not.
+        SystemExit: cells failed; the others have run, and the report is of them.
+    """
+    if options.run_one is not None:
+        return _run_here(experiment, options.run_one[0], int(options.run_one[1]), options)
+    arms = options.arms or experiment.arms
+    if unknown := sorted({*arms} - {*experiment.arms}):
+        raise ValueError(f"--arms {', '.join(unknown)}: there are {', '.join(experiment.arms)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    cells = [(arm, seed) for seed in options.seeds for arm in arms]
+    waiting = [cell for cell in cells if not record_file(options.folder, *cell).is_file()][: options.at_most]
+    if waiting:
+        experiment.prepare(options)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        failed = [why for why in pool.map(lambda cell: _in_own_process(*cell, options.folder), waiting) if why]
+    if found := records(arms, options):
+        print(f"\n{experiment.report(found, options)}", flush=True)
+    if failed:
+        raise SystemExit(f"not run: {'; '.join(failed)}")
+    return None
+
+
+def record_file(folder: Path, arm: str, seed: int) -> Path:
+    return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
+
+
+def records(arms: Sequence[str], options: Options) -> Found:
+    """Of the cells that are done; an arm of which none is has no entry."""
+    files = {arm: [record_file(options.folder, arm, seed) for seed in options.seeds] for arm in arms}
+    found = {
+        arm: [json.loads(one.read_text(encoding="utf-8")) for one in of if one.is_file()] for arm, of in files.items()
+    }
+    return {arm: runs for arm, runs in found.items() if runs}
+
+
+def _in_own_process(arm: str, seed: int, folder: Path) -> str | None:
+    """Why the cell has no record after this; None if it has."""
+    record = record_file(folder, arm, seed)
+    log = Path(f"{record.parent}.log")
+    print(f"{arm}, seed {seed} ... ({log})", flush=True)
+    with log.open("a", encoding="utf-8") as file:
+        command = [sys.executable, *sys.argv, "--run-one", arm, str(seed)]
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    return None if code == 0 and record.is_file() else f"{arm}, seed {seed}: exit code {code}, see {log}"
+
+
+def _run_here(experiment: Experiment, arm: str, seed: int, options: Options) -> None:
+    record = record_file(options.folder, arm, seed)
+    held, began = peak_memory(), time.perf_counter()
+    found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
+    found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_whole_text(record, json.dumps(found))
+
+
+def peak_memory() -> float:
+    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the process that started it."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
+    values = [value for value in values if not math.isnan(value)]
+    if not values:
+        return "–"
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    half = half_width_over_seeds(values) or 0.0
+    return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+
+
+def table(found: Found) -> str:
+    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each number as :func:`spread` over seeds."""
+    first = next(iter(found.values()))[0]
+    names = list(first["after"])
+    rows = [
+        [arm, str(len(runs)), *(spread([run["after"][name] for run in runs]) for name in names)]
+        for arm, runs in found.items()
+    ]
+    if before := first.get("before"):
+        rows.insert(0, ["(start)", "–", *(spread([before.get(name, math.nan)]) for name in names)])
+    return markdown(["arm", "seeds", *names], rows)
+
+
+def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False) -> None:
+    """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go.
+
+    Args:
+        over: what x is.
+        stairs: a value holds until the next one.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(
+            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); --at-most 0 draws what is recorded"
+        )
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: Any = {"drawstyle": "steps-post" if stairs else "default"}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.4), squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for colour, (label, curves) in zip(cycle(COLOURS), lines.items(), strict=False):
+            for curve in curves:
+                axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8, **style)
+            mean = [[fmean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=False)]
+            axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=label, **style)
+        axis.set(title=title, xlabel=over)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
