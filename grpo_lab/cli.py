@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.pipelines.named_objects import working_folder_on_path
 from grpo_lab.pipelines.one_writer import FolderGone
+from grpo_lab.registry import working_folder_on_path
 from grpo_lab.visible import VisibleFormatter, visible
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _add_measuring(commands: Commands) -> None:
 
 
 def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
+    from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
     known.config = str(shipped_recipe(QUICKSTART))
     print(f"recipe: {known.config}", flush=True)
@@ -183,7 +183,7 @@ def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest
     """The recipe of the command line, planned (``--dry-run``) or run, by functions of the pipelines."""
     from grpo_lab.pipelines.console_noise import quiet
     from grpo_lab.pipelines.in_words import show
-    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.recipe.yaml import parse_overrides
 
     recipe = _pipeline(read)(known.config, parse_overrides(rest))
     flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
@@ -197,16 +197,29 @@ def _with_recipe(read: str, plan: str, run: str, known: argparse.Namespace, rest
 def _pipeline(name: str) -> Any:
     """``module:function``, loaded when it is needed."""
     module, _, function = name.partition(":")
-    return getattr(import_module(f"grpo_lab.pipelines.{module}"), function)
+    return getattr(import_module(f"grpo_lab.{module}"), function)
 
 
-_train = partial(_with_recipe, "recipe:read_recipe", "dry_run:plan_of_training", "train:train")
-_curate = partial(_with_recipe, "curation_recipe:read_curation_recipe", "plan:plan_of_curation", "curate:curate")
+_train = partial(
+    _with_recipe, "recipe.sections:read_recipe", "pipelines.dry_run:plan_of_training", "pipelines.train:train"
+)
+_curate = partial(
+    _with_recipe,
+    "pipelines.curation_recipe:read_curation_recipe",
+    "pipelines.plan:plan_of_curation",
+    "pipelines.curate:curate",
+)
 _long2short = partial(
-    _with_recipe, "long2short_recipe:read_long2short_recipe", "plan:plan_of_long2short", "long2short:long2short"
+    _with_recipe,
+    "pipelines.long2short_recipe:read_long2short_recipe",
+    "pipelines.plan:plan_of_long2short",
+    "pipelines.long2short:long2short",
 )
 _rounds = partial(
-    _with_recipe, "rounds_recipe:read_rounds_recipe", "rounds_plan:plan_of_rounds", "run_rounds:run_rounds"
+    _with_recipe,
+    "pipelines.rounds_recipe:read_rounds_recipe",
+    "pipelines.rounds_plan:plan_of_rounds",
+    "pipelines.run_rounds:run_rounds",
 )
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from arm_runs import COLOURS, pyplot_if_there, shared_start, smooth, spread
 
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.recipe import Recipe, read_recipe
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import Recipe, read_recipe
 from grpo_lab.rewards import LanguageConsistencyReward
 
 

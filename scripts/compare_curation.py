@@ -88,9 +88,9 @@ def problems_of(options: argparse.Namespace, arm: str, seed: int, pool: list[dic
 
 
 def accuracy_after(options: argparse.Namespace, arm: str, seed: int, pool: list[dict[str, Any]]) -> float:
-    from grpo_lab.pipelines.recipe import recipe_from
-    from grpo_lab.pipelines.recipe_file import read_yaml
     from grpo_lab.pipelines.train import train
+    from grpo_lab.recipe.sections import recipe_from
+    from grpo_lab.recipe.yaml import read_yaml
 
     file = options.output / f"{arm}-{seed}.jsonl"
     rows = problems_of(options, arm, seed, pool)

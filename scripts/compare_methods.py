@@ -27,10 +27,11 @@ from arm_report import draw, table
 from arm_runs import HeldOut, peak_memory, points_of, points_of_rounds, shared_start
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import read_recipe
-from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "recipes/quickstart/dr_grpo.yaml"
@@ -161,7 +162,7 @@ def by_trainer(arm: Arm, seed: int, output: Path, args: argparse.Namespace) -> l
     recipe = read_recipe(ROOT / arm.recipe, changes)
     resume = (output / "run.json").is_file()
     train(recipe, overwrite=not resume, resume=resume)
-    made = parts.lab_config(parts.numbers_read(recipe)).generation_batch_size
+    made = lab_config(numbers_read(recipe)).generation_batch_size
     return points_of(output, made)
 
 
@@ -190,7 +191,7 @@ def by_solutions(arm: Arm, seed: int, output: Path, args: argparse.Namespace) ->
     from grpo_lab.trainer.supervised.cold_start import cold_start
 
     recipe = read_recipe(ROOT / arm.recipe, {**changes_of_all(args), "data.seed": seed})
-    model, tokenizer = parts.load_model(
+    model, tokenizer = load_model(
         read_recipe(ROOT / QUICK, {"model": {"path": str(args.folder / "cold_start")}}).model, seed
     )
     output.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from arm_runs import pyplot_if_there, shared_start, smooth, spread
 
-from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.rewards import EquationSteps
 from grpo_lab.rewards.completion import completion_text
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from arm_runs import COLOURS, pyplot_if_there, shared_start, smooth, spread
 
-from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.rewards import SortingReward
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "lab" / "sorting" / "dr_grpo.yaml"

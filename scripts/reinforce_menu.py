@@ -21,10 +21,10 @@ from typing import Any
 
 from arm_runs import pyplot_if_there, smooth, spread
 
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import read_recipe
-from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.trainer.supervised.cold_start import cold_start
 
 RECIPE = "recipes/quickstart/dr_grpo.yaml"
@@ -81,7 +81,7 @@ def shared_start(folder: Path) -> Path:
     if not (start / "tokenizer_config.json").is_file():
         recipe = read_recipe(RECIPE)
         assert recipe.cold_start is not None
-        model, tokenizer = parts.load_model(recipe.model, 0)
+        model, tokenizer = load_model(recipe.model, 0)
         rows = load_rows(recipe.cold_start.data, "cold_start.data")
         settings = {"seed": 0, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
         cold_start(model, tokenizer, rows, start, settings).save_pretrained(start)

@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.objectives import PRESETS
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
 from grpo_lab.pipelines.in_words import count_of, settings_in_words, show, told
-from grpo_lab.pipelines.job import Job
-from grpo_lab.pipelines.model_files import is_local
-from grpo_lab.pipelines.recipe import ModelSection, Recipe
+from grpo_lab.pipelines.train import resolve
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.models import is_local, load_model, load_tokenizer, loading, lora_config, model_class
+from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.settings.algorithm import algorithm_from
@@ -45,8 +45,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     Raises:
         ValueError: whatever ``train`` would refuse, as far as it can be known here.
     """
-    recipe = parts.numbers_read(recipe)
-    return describe(Job.resolve(recipe, _config(recipe), overwrite, resume, here_only=True))
+    recipe = numbers_read(recipe)
+    return describe(resolve(recipe, _config(recipe), overwrite, resume, here_only=True))
 
 
 def describe(job: Job) -> dict[str, str]:
@@ -144,7 +144,7 @@ def _around(job: Job) -> dict[str, str]:
 
 def _config(recipe: Recipe, **more: Any) -> Any:
     """``LabConfig`` without what only the machine of the run can have."""
-    return parts.lab_config(recipe, **OF_THE_MACHINE, **more)
+    return lab_config(recipe, **OF_THE_MACHINE, **more)
 
 
 def _checked(job: Job) -> str:
@@ -170,7 +170,7 @@ def _stand_in(recipe: Recipe) -> ModelSection:
 
 def _build_trainer(job: Job, section: ModelSection, folder: str) -> None:
     recipe, given = job.recipe, job.of_trainer
-    model, tokenizer = parts.load_model(section, seed=0)
+    model, tokenizer = load_model(section, seed=0)
     model.save_pretrained(folder)  # the reference model is loaded from a folder
     tokenizer.save_pretrained(folder)
     if section is not recipe.model and given["peft_config"] is not None:
@@ -202,14 +202,14 @@ def _parameters(recipe: Recipe) -> str:
 
     section = recipe.model
     if section.tiny is not None:
-        model, _ = parts.load_model(section, seed=0)
+        model, _ = load_model(section, seed=0)
     elif section.path is not None and is_local(section.path):
         if (Path(section.path) / "adapter_config.json").is_file():
             return f"not counted: {section.path!r} is an adapter"
-        with torch.device("meta"), parts.loading(section.path):
-            kind, config = parts.model_class(section.path)
+        with torch.device("meta"), loading(section.path):
+            kind, config = model_class(section.path)
             model = kind.from_config(config)
-        parts.load_tokenizer(section)
+        load_tokenizer(section)
         _check_lora(section, model)
     else:
         return f"not counted: {section.path!r} is a hub name and is loaded when training starts"
@@ -225,7 +225,7 @@ def _check_lora(section: ModelSection, model: Any) -> None:
 
     if section.lora is not None:
         with torch.device("meta"):
-            get_peft_model(copy.deepcopy(model), parts.lora_config(section))
+            get_peft_model(copy.deepcopy(model), lora_config(section))
 
 
 def _source(objective: str) -> str:
@@ -233,3 +233,20 @@ def _source(objective: str) -> str:
     if row is None:
         return "TRL's settings"
     return row.source + (f"; the paper's values: {dict(row.paper)}" if row.paper else "")
+
+
+def first_prompt(recipe: Recipe, rows: Any) -> str:
+    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
+    from grpo_lab.engines.sampler import render_prompt
+
+    prompt = rows[0]["prompt"]
+    own = own_tokenizer(recipe.model)
+    if own is None or isinstance(prompt, str):
+        return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
+    tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
+    return repr(render_prompt(prompt, tokenizer).text) if tokenizer.chat_template else f"{prompt!r} (no chat template)"
+
+
+def own_tokenizer(section: ModelSection) -> str | None:
+    """The folder of the recipe's tokenizer, or its model's, where it is here."""
+    return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.pipelines.held_out import held_out_like
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
-from grpo_lab.pipelines.like import held_out_like
 from grpo_lab.pipelines.one_writer import LOCK, OneWriter
-from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
-from grpo_lab.pipelines.recipe_file import parse_overrides
-from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
+from grpo_lab.recipe.yaml import parse_overrides
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
@@ -113,7 +113,7 @@ def run(known: argparse.Namespace) -> int:
 
 def _evaluate(known: argparse.Namespace, plan: Plan) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
-    from grpo_lab.pipelines.saved_model import evaluate_saved_model
+    from grpo_lab.pipelines.held_out import evaluate_saved_model
 
     stopped = False
     with as_ctrl_c() as asked:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
-from grpo_lab.pipelines.rows import MADE
+from grpo_lab.recipe.rows import MADE
+from grpo_lab.recipe.sections import DataSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 
 

@@ -23,8 +23,8 @@ def kept(known: argparse.Namespace, words: list[str], stop: BaseException) -> st
 
 
 def _of_training(known: argparse.Namespace, words: list[str]) -> str:
-    from grpo_lab.pipelines.recipe import read_recipe
-    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.recipe.sections import read_recipe
+    from grpo_lab.recipe.yaml import parse_overrides
 
     folder = read_recipe(known.config, parse_overrides(words)).output_dir
     if known.dry_run or not (folder / "run.json").is_file():
@@ -41,7 +41,7 @@ def _of_training(known: argparse.Namespace, words: list[str]) -> str:
 
 def _of_curation(known: argparse.Namespace, words: list[str]) -> str:
     from grpo_lab.pipelines.curation_recipe import read_curation_recipe
-    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.recipe.yaml import parse_overrides
 
     folder = read_curation_recipe(known.config, parse_overrides(words)).output_dir
     return _samples({"pass rates": folder / "pass_rates.jsonl", "guesses": folder / "guesses.jsonl"})
@@ -50,15 +50,15 @@ def _of_curation(known: argparse.Namespace, words: list[str]) -> str:
 def _of_long2short(known: argparse.Namespace, words: list[str]) -> str:
     from grpo_lab.pipelines.long2short import samples_file
     from grpo_lab.pipelines.long2short_recipe import read_long2short_recipe
-    from grpo_lab.pipelines.recipe_file import parse_overrides
+    from grpo_lab.recipe.yaml import parse_overrides
 
     recipe = read_long2short_recipe(known.config, parse_overrides(words))
     return _samples({"samples": samples_file(recipe)})
 
 
 def _of_rounds(known: argparse.Namespace, words: list[str]) -> str:
-    from grpo_lab.pipelines.recipe_file import parse_overrides
     from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
+    from grpo_lab.recipe.yaml import parse_overrides
 
     folder = read_rounds_recipe(known.config, parse_overrides(words)).output_dir
     parts = ("sample", "select", "train", "evaluate")

@@ -23,20 +23,19 @@ from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, write_report
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.early_checks import check_trackers
+from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
-from grpo_lab.pipelines.model_files import model_files
 from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
-from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.run_folder import read_marker, write_run
 from grpo_lab.pipelines.same_run import rows_fingerprint
 from grpo_lab.pipelines.sample_counts import refuse_other_count
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
-from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests, identity_of
+from grpo_lab.recipe.checks import check_trackers
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.models import load_model, model_files
 from grpo_lab.trainer.supervised.preference import check_training
 from grpo_lab.visible import encodable
 
@@ -238,7 +237,7 @@ def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path, s
     from datasets import Dataset
 
     stop.check()  # before a model is loaded
-    model, tokenizer = parts.load_model(recipe.model, recipe.sampling.seed)
+    model, tokenizer = load_model(recipe.model, recipe.sampling.seed)
     columns = ("prompt", "completion") if recipe.method == "shortest_sft" else ("prompt", "chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     arguments = {"seed": recipe.sampling.seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}

@@ -13,9 +13,9 @@ from grpo_lab.pipelines import curate, long2short
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import count_of, settings_in_words, told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
-from grpo_lab.pipelines.model_files import is_local
 from grpo_lab.pipelines.sample_counts import problems_in
-from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.recipe.models import is_local
+from grpo_lab.recipe.sections import SamplingSettings
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> dict[str, str]:

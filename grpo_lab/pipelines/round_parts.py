@@ -14,10 +14,8 @@ from typing import Any
 from grpo_lab.curation import Sampled, pass_rates
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.io import whole_folder
-from grpo_lab.pipelines import parts
+from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.questions import Questions
-from grpo_lab.pipelines.recipe import ModelSection
 from grpo_lab.pipelines.resume import cut_metrics
 from grpo_lab.pipelines.round_selection import questions_of, selected
 from grpo_lab.pipelines.rounds import MODEL, Make, Round
@@ -25,8 +23,10 @@ from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
 from grpo_lab.pipelines.run_folder import MetricsFile
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
-from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.pipelines.stop_requests import StopRequests, identity_of
+from grpo_lab.recipe.job import Questions
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -66,7 +66,7 @@ class RoundParts:
     def begin(self, at: Round) -> dict[str, Any]:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe, seed = self.recipe, self.recipe.sampling.seed
-        model, tokenizer = parts.load_model(recipe.model, seed)
+        model, tokenizer = load_model(recipe.model, seed)
         counted = _Counted(at.folder / "metrics.jsonl")
         if recipe.cold_start is None:
             with whole_folder(at.folder / MODEL) as folder:
@@ -148,7 +148,7 @@ class RoundParts:
         recipe = self.recipe
         base = recipe.base.path if recipe.base is not None else at.start
         begin = at.current if recipe.rounds.train_from == "last" else str(base)
-        model, tokenizer = parts.load_model(ModelSection(path=begin), recipe.sampling.seed)
+        model, tokenizer = load_model(ModelSection(path=begin), recipe.sampling.seed)
         columns = ("prompt", "completion") if recipe.method in IMITATE else ("prompt", "chosen", "rejected")
         rows = [{name: row[name] for name in columns} for row in _lines(at.folder / ROWS)]
         data = Dataset.from_list(rows)
@@ -186,7 +186,7 @@ class RoundParts:
         method: Any = self.recipe.method
         reference = None
         if method == "dpo" and self.recipe.pairs is not None and self.recipe.pairs.reference == "base":
-            reference, _ = parts.load_model(ModelSection(path=at.start), self.recipe.sampling.seed)
+            reference, _ = load_model(ModelSection(path=at.start), self.recipe.sampling.seed)
         prefer(method, model, tokenizer, data, folder, arguments, [counted], reference, train)
 
     def evaluate(self, at: Round) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from grpo_lab.evaluation.files import write_json, write_text
 from grpo_lab.io import no_link
 from grpo_lab.pipelines.one_writer import check_writable, is_empty
-from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
-from grpo_lab.pipelines.strict_yaml import written
+from grpo_lab.recipe.sections import Recipe
+from grpo_lab.recipe.yaml import written
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole
 
 log = logging.getLogger(__name__)

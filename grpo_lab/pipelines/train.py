@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,18 +14,20 @@ from accelerate.utils import gather_object
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.context_room import evaluation_tokens
+from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
-from grpo_lab.pipelines.job import Job, start_is_whole
 from grpo_lab.pipelines.one_writer import OneWriter
-from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import going_on
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, write_run
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
-from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.checks import evaluation_tokens
+from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.models import load_model, load_tokenizer
+from grpo_lab.recipe.sections import Recipe
+from grpo_lab.trainer.resume.whole import broken_weights
 
 console = Terminal()
 
@@ -46,11 +49,28 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outc
         ValueError: a setting that cannot be, or a folder that is not this run's.
         Interrupted: asked to stop, by a signal, the stop file or ``max_hours``; the run can be resumed.
     """
-    recipe = parts.numbers_read(recipe)
-    config = parts.lab_config(recipe)
+    recipe = numbers_read(recipe)
+    config = lab_config(recipe)
     with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
-        job = Job.resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
+        job = resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
         return _stages(job, overwrite, resume, termination, writer)
+
+
+def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_only: bool = False) -> Job:
+    """What ``recipe``, its numbers read, names; nothing is written. A dry run (``here_only``) asks it, too.
+
+    Raises:
+        ValueError: what cannot be loaded, built or trained, or an output folder that is not this run's.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:  # the others may find what it has written
+        refuse_folder(recipe, overwrite, resume)
+    return Job.resolve(recipe, config, here_only, cold_start=not (resume and start_is_whole(recipe)))
+
+
+def start_is_whole(recipe: Recipe) -> bool:
+    """Whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    start = recipe.output_dir / "cold_start"
+    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
 def _stages(job: Job, overwrite: bool, resume: bool, termination: Termination, writer: OneWriter) -> Outcome:
@@ -108,7 +128,7 @@ def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
         return recipe.model.path
     if resume and start_is_whole(recipe):
         return str(start)
-    model, tokenizer = parts.load_model(recipe.model, config.seed)
+    model, tokenizer = load_model(recipe.model, config.seed)
     if recipe.cold_start is not None:
         from grpo_lab.trainer.supervised.cold_start import cold_start
 
@@ -172,7 +192,7 @@ def _build_trainer(job: Job, start: str) -> Any:
         args=job.config,
         train_dataset=job.rows,
         eval_dataset=job.eval_rows,
-        processing_class=None if recipe.model.tokenizer is None else parts.load_tokenizer(recipe.model),
+        processing_class=None if recipe.model.tokenizer is None else load_tokenizer(recipe.model),
         callbacks=[*given.pop("callbacks"), *own],
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -118,7 +118,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
     """`run.json` of a KimiTrainer named the recipe's reward only, and not the length reward."""
     from grpo_lab import KimiTrainer
     from grpo_lab.pipelines.in_words import rewards_in_force
-    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
@@ -130,7 +130,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
 
 def test_the_runs_record_has_the_weights_that_reward_weights_set(tiny_folder: Path, tmp_path: Path) -> None:
     from grpo_lab.pipelines.in_words import rewards_in_force
-    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(LabTrainer, tmp_path, tiny_folder, reward_weights=[0.25])
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}

@@ -19,7 +19,7 @@ import yaml
 from grpo_lab import __version__
 from grpo_lab.cli import main
 from grpo_lab.engines.sampler import GenerationStopped
-from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
+from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
@@ -305,7 +305,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
         time.sleep(600)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("grpo_lab.pipelines.saved_model.evaluate_saved_model", measured)
+    monkeypatch.setattr("grpo_lab.pipelines.held_out.evaluate_saved_model", measured)
     assert main(["evaluate", "m", "--data", "word_problems"]) == 75
     assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -21,10 +21,10 @@ from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
-from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder, write_run
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.recipe.sections import recipe_from
 
 HOLDS = """
 import sys

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.interruption import Interrupted, heed_stop_file
-from grpo_lab.pipelines.recipe import Recipe, recipe_from
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import cut_metrics, going_on, set_aside
 from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
 from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
 from grpo_lab.pipelines.train import _before, train
+from grpo_lab.recipe.sections import Recipe, recipe_from
 from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken
 

@@ -12,8 +12,6 @@ from grpo_lab.cli import main
 from grpo_lab.evaluation.files import write_json, write_json_lines
 from grpo_lab.evaluation.rounds_page import figures, rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
-from grpo_lab.pipelines.questions import Questions
-from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
 from grpo_lab.pipelines.rounds import Round, carry_out, read_facts, rounds
@@ -22,6 +20,8 @@ from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recip
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.pipelines.run_rounds import check_folder, settings_of
 from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.recipe.job import Questions
+from grpo_lab.recipe.yaml import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROUNDS = sorted(

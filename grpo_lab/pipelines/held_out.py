@@ -1,17 +1,80 @@
-"""How an earlier run was evaluated: read back from its `recipe.yaml`, or from the recipe itself."""
+"""A saved model measured on held-out rows: by a recipe's section, or as an earlier run was (`--like`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.recipe import EvaluationSection
-from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.models import load_saved_model
+from grpo_lab.recipe.rows import every_argument, load_rows
+from grpo_lab.recipe.sections import EvaluationSection
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import read
 
+
+def evaluate_saved_model(
+    model: str,
+    section: EvaluationSection,
+    target: Path | None,
+    *,
+    use_cpu: bool,
+    max_new_tokens: int,
+    seed: int,
+    tokenizer: str | None = None,
+) -> EvaluationResult:
+    """Held-out accuracy by a recipe's ``evaluation``, written to ``target`` (None: not written).
+
+    Args: max_new_tokens: where ``section`` does not say.
+    Raises: EvaluationStopped on Ctrl-C, with what was answered until then written as well.
+    """
+    rows = load_rows(section.data, "evaluation.data")
+    reward = parts.build_reward(section.reward, "evaluation.reward")
+    loaded, words = load_saved_model(model, use_cpu, tokenizer)
+    stop: EvaluationStopped | None = None
+    try:
+        result = evaluate(
+            loaded,
+            words,
+            rows,
+            reward=reward,
+            max_new_tokens=section.max_new_tokens or max_new_tokens,
+            batch_size=section.batch_size,
+            n_samples=section.n_samples,
+            temperature=section.temperature,
+            seed=seed,
+        )
+    except EvaluationStopped as stopped:
+        result, stop = stopped.result, stopped
+    result = replace(result, settings={**about(model, section), **result.settings})
+    if target is not None and result.outcomes:
+        result.write(target)
+    if stop is not None:
+        raise EvaluationStopped(result) from None
+    return result
+
+
+def about(model: str, section: EvaluationSection) -> dict[str, Any]:
+    """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
+    arguments = every_argument(section.data)
+    mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
+    judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
+    return {
+        "model": model,
+        "data": {"loader": section.data.loader, **arguments},
+        "template": section.data.template,
+        "limit": section.data.limit,
+        "mode": mode,
+        "judge": judge,
+    }
+
+
 _TRAINING = {"max_completion_length": 512, "seed": 42}
+
+
 _LONG2SHORT = {"max_completion_length": 512, "seed": 0}
 
 
