@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
 
-    monkeypatch.setattr("grpo_lab.cli._curate", full)
+    monkeypatch.setattr("grpo_lab.cli._run", full)
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
     assert main(["curate", "--config", config]) == 74
     said = capsys.readouterr().err.strip()
@@ -251,7 +251,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
             []
         )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
 
-    monkeypatch.setattr(f"grpo_lab.cli._{words[0]}", stopped)
+    monkeypatch.setattr("grpo_lab.cli._run", stopped)
     arguments = [str(out)] if words == ["report"] else ["--config", config]
     assert main([*words, *arguments]) == 130
     said = capsys.readouterr().err.strip()
