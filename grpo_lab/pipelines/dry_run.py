@@ -17,7 +17,6 @@ from grpo_lab.recipe.models import is_local, load_model, load_tokenizer, loading
 from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
-from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 #: What only the machine of the run can have: number formats of a GPU, engines, sharding, kernels.
@@ -53,7 +52,7 @@ def describe(job: Job) -> dict[str, str]:
     """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
     recipe = job.recipe
     config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, job.config)
-    algorithm = algorithm_from(config, config.lab_settings).with_hooks(parts.trainer_class(recipe))
+    algorithm = config.algorithm.with_hooks(parts.trainer_class(recipe))
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     facts = {
         "model": recipe.model.name,

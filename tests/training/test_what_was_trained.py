@@ -47,14 +47,12 @@ def trainer(kind: Any, folder: Path, tiny: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize("loss", ["dapo", "sapo"])
 def test_trls_advantages_are_named(loss: str, tmp_path: Path) -> None:
     """Advantages of `normalize_then_sum` were called `trl:group`, those beside a loss of TRL's only `trl`."""
-    from grpo_lab.trainer.settings.algorithm import algorithm_from
-
     for settings, name in (
         ({"multi_objective_aggregation": "normalize_then_sum"}, "trl:normalize_then_sum"),
         ({"scale_rewards": "batch"}, "trl:batch"),
     ):
         config = LabConfig(**arguments(tmp_path, loss_type=loss, **settings))
-        assert algorithm_from(config, config.lab_settings).names["advantage"] == name
+        assert config.algorithm.names["advantage"] == name
 
 
 def card_of(made: Any) -> str:

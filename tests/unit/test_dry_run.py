@@ -259,7 +259,7 @@ def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.Monkey
     assert sorted(made) == [("cold_start", 1000), ("test", 500), ("train", 4000)]
     assert facts["cold start"].startswith("40,000 from word_problems")
     made.clear()
-    Job.resolve(numbers_read(recipe), lab_config(recipe, bf16=False), overwrite=False, resume=False)
+    Job.resolve(numbers_read(recipe), lab_config(recipe, bf16=False))
     assert sorted(made) == [("cold_start", 40000), ("test", 500), ("train", 4000)]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.settings.algorithm import algorithm_from
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +29,7 @@ def test_twelve_algorithms(script: ModuleType, gamma: float | None) -> None:
     for delta in script.DELTAS:
         for loss in script.LOSSES:
             config = LabConfig(output_dir="x", use_cpu=True, bf16=False, **script.algorithm(delta, loss, gamma))
-            found = algorithm_from(config, config.lab_settings)
+            found = config.algorithm
             seen.add((str(found.advantage), str(found.objective.surrogate)))
     assert len(seen) == 12
     assert all(("Returns" in rule) is (gamma is not None) for rule, _ in seen)
