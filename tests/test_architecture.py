@@ -192,6 +192,22 @@ def test_every_arrow_points_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def handed_a_recipe(source: str) -> bool:
+    """Whether a function of it has a parameter that is a whole ``Recipe`` of a training."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    given = [one.annotation for f in functions for one in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+    return any(isinstance(kind, ast.Name) and kind.id == "Recipe" for kind in given)
+
+
+def test_a_recipe_is_resolved_once_and_handed_to_few() -> None:
+    """Beyond ``recipe/`` a training has a ``Job``; the run's folder compares recipes, and the dry run puts one into words."""
+    handed = {p.relative_to(PACKAGE).as_posix() for p in package_files() if handed_a_recipe(p.read_text())}
+    beyond = {"pipelines/train.py", "pipelines/dry_run.py", "pipelines/run_folder.py", "pipelines/resume.py"}
+    assert {name for name in handed if not name.startswith("recipe/")} <= beyond
+    assert len(handed) <= 12
+    assert not handed_a_recipe("def f(job: Job) -> Recipe: ...")
+
+
 def test_every_room_has_a_row() -> None:
     assert {room_of(path) for path in package_files()} <= ALLOWED.keys()
 

@@ -22,8 +22,8 @@ def evaluate_saved_model(
     target: Path | None,
     *,
     use_cpu: bool,
-    max_new_tokens: int,
     seed: int,
+    max_new_tokens: int | None = None,
     tokenizer: str | None = None,
 ) -> EvaluationResult:
     """Held-out accuracy by a recipe's ``evaluation``, written to ``target`` (None: not written).
@@ -35,13 +35,15 @@ def evaluate_saved_model(
     reward = parts.build_reward(section.reward, "evaluation.reward")
     loaded, words = load_saved_model(model, use_cpu, tokenizer)
     stop: EvaluationStopped | None = None
+    limit = section.max_new_tokens or max_new_tokens
+    assert limit is not None, "neither the section nor the caller says how long completions may be"
     try:
         result = evaluate(
             loaded,
             words,
             rows,
             reward=reward,
-            max_new_tokens=section.max_new_tokens or max_new_tokens,
+            max_new_tokens=limit,
             batch_size=section.batch_size,
             n_samples=section.n_samples,
             temperature=section.temperature,

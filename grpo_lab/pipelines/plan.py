@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.io import is_local
 from grpo_lab.pipelines import curate, long2short
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import count_of, settings_in_words, told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
 from grpo_lab.pipelines.sample_counts import problems_in
-from grpo_lab.recipe.models import is_local
 from grpo_lab.recipe.sections import SamplingSettings
 
 

@@ -21,6 +21,7 @@ from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.files import write_json_lines
 from grpo_lab.evaluation.rounds_page import rounds_table
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import check_place, is_local
 from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.round_parts import RoundParts
@@ -33,7 +34,7 @@ from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
 from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import Questions, check_model, questions
-from grpo_lab.recipe.models import check_place, is_local, model_files
+from grpo_lab.recipe.models import model_files
 from grpo_lab.trainer.supervised.cold_start import check_cold_start
 from grpo_lab.trainer.supervised.preference import check_training
 

@@ -19,8 +19,9 @@ from grpo_lab.engines.sampler import (
     stop_token_ids,
 )
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import check_place
 from grpo_lab.recipe.checks import no_room
-from grpo_lab.recipe.models import check_place, loading, model_files, refuse_no_tokenizer
+from grpo_lab.recipe.models import loading, model_files, refuse_no_tokenizer
 from grpo_lab.recipe.sections import SamplingSettings
 
 console = Terminal()

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
-from grpo_lab.recipe.parts import trainer_class
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
@@ -38,11 +37,12 @@ def evaluation_tokens(recipe: Recipe) -> int:
 
 
 def check_room(
-    recipe: Recipe, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
+    recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
     """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its context.
 
     Args:
+        trainer: its class.
         model: its tokenizer and configuration.
         rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
 
@@ -58,7 +58,7 @@ def check_room(
         return None
     words, shape = model
     context = context_of_config(shape)
-    looked_at = rows is not None and not _prompts_are_made(recipe, rows)
+    looked_at = rows is not None and not _prompts_are_made(recipe, trainer, rows)
     if looked_at:
         render_prompt(rows[0]["prompt"], words, config.chat_template_kwargs)
     if context is None:
@@ -136,11 +136,11 @@ def _check_completion(config: Any, context: int) -> None:
         )
 
 
-def _prompts_are_made(recipe: Recipe, rows: Any) -> bool:
+def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
     """Whether the model is given something else than the rows' prompts: images, an environment, a team's own tokens."""
     from grpo_lab import LabTrainer
 
-    own = trainer_class(recipe)._tokenize_prompts is not LabTrainer._tokenize_prompts
+    own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
     images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
     return own or images or recipe.environment_factory is not None or bool(recipe.tools)
 
@@ -185,15 +185,14 @@ TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
 """Where a team's trainer may hand over more."""
 
 
-def check_columns(recipe: Recipe, rows: Dataset, rewards: list[Any]) -> None:
+def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
     """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward.
 
     A team's trainer may hand over more (``_calculate_rewards``), and an environment may own columns: not looked at there.
     """
     from grpo_lab import LabTrainer
 
-    kind = trainer_class(recipe)
-    own = any(getattr(kind, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
+    own = any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
     if own or recipe.environment_factory is not None:
         return
     for section, reward in zip(recipe.rewards, rewards, strict=True):

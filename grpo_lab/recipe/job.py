@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from grpo_lab import LabTrainer
+from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.io import check_place
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.checks import (
     check_columns,
@@ -20,12 +22,14 @@ from grpo_lab.recipe.checks import (
     check_room,
     check_trackers,
     cold_start_rows,
+    evaluation_tokens,
     no_room,
     shortest_prompt,
 )
-from grpo_lab.recipe.models import check_place, tokenizer_and_config
+from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
+    ColdStartSection,
     DataSection,
     EvaluationSection,
     ModelSection,
@@ -43,21 +47,32 @@ class Job:
     """What a training is made of. In a dry run rows that are on the hub and not here are None.
 
     Attributes:
+        trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
+        arguments: of the trainer, by name: callbacks, tools, ``environment_factory``, ``peft_config``.
+        evaluation: the section, its limit of tokens filled in.
         room: the model's context in words; None where it is not known here.
+        facts: what ``run.json`` says of the recipe.
     """
 
-    recipe: Recipe
-    config: Any
+    name: str
+    folder: Path
+    trainer: type[LabTrainer]
+    config: LabConfig
+    model: ModelSection
+    reward_sections: tuple[RewardSection, ...]
     rewards: list[Any]
-    of_trainer: dict[str, Any]
+    arguments: dict[str, Any]
     rows: Any
     eval_rows: Any
+    evaluation: EvaluationSection | None
     held_out: Any
+    cold_start: ColdStartSection | None
     cold_rows: Any
     room: str | None
+    facts: dict[str, Any]
 
     @classmethod
-    def resolve(cls, recipe: Recipe, config: Any, here_only: bool = False, cold_start: bool = True) -> Job:
+    def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
         """``recipe``, its numbers read, with all that it names; nothing is written.
 
         Args:
@@ -71,33 +86,59 @@ class Job:
         check_trackers(config.report_to)
         if recipe.model.path is not None:
             check_place(recipe.model.path)
+        trainer = parts.trainer_class(recipe.trainer)
         rewards = [parts.build_reward(section) for section in recipe.rewards]
-        of_trainer = parts.trainer_parts(recipe)
+        arguments = parts.trainer_parts(recipe)
         load = rows_here if here_only else load_rows
         rows = load(recipe.data, "data")
         if rows is not None:
             parts.check_golds(rows, rewards)
-            check_columns(recipe, rows, rewards)
+            check_columns(recipe, trainer, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
-        held_out = None
-        if recipe.evaluation is not None:
-            held_out = load(recipe.evaluation.data, "evaluation.data")
-            parts.build_reward(recipe.evaluation.reward, "evaluation.reward")
+        evaluation, held_out = recipe.evaluation, None
+        if evaluation is not None:
+            held_out = load(evaluation.data, "evaluation.data")
+            parts.build_reward(evaluation.reward, "evaluation.reward")
         model = tokenizer_and_config(recipe.model, here_only)
         cold_rows = None
         if recipe.cold_start is not None and cold_start:
             cold_rows = cold_start_rows(recipe.cold_start, model, here_only)
-        room = check_room(recipe, config, model, rows, held_out, cold_rows)
-        if rows is not None:
-            _ask_the_trainer(recipe, config, rewards, rows, eval_rows)
-        return cls(recipe, config, rewards, of_trainer, rows, eval_rows, held_out, cold_rows, room)
+        room = check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+        # what the constructor refuses before it looks at a model; a team's own may first change what it is given
+        if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
+            given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+        if evaluation is not None:
+            evaluation = replace(evaluation, max_new_tokens=evaluation_tokens(recipe))
+        return cls(
+            name=recipe.name,
+            folder=recipe.output_dir,
+            trainer=trainer,
+            config=config,
+            model=recipe.model,
+            reward_sections=recipe.rewards,
+            rewards=rewards,
+            arguments=arguments,
+            rows=rows,
+            eval_rows=eval_rows,
+            evaluation=evaluation,
+            held_out=held_out,
+            cold_start=recipe.cold_start,
+            cold_rows=cold_rows,
+            room=room,
+            facts=_facts(recipe),
+        )
 
 
-def _ask_the_trainer(recipe: Recipe, config: Any, rewards: list[Any], rows: Any, eval_rows: Any) -> None:
-    """What its constructor refuses before it looks at a model. A team's own may first change what it is given."""
-    kind = parts.trainer_class(recipe)
-    if kind.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
-        given(kind, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "model": recipe.model.name,
+        "expected": recipe.model.expected,
+        "template": recipe.data.template,
+        "settings": dict(recipe.arguments),
+        "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
+        "data": recipe.data.loader,
+    }
 
 
 def lab_config(recipe: Recipe, **more: Any) -> Any:
@@ -106,9 +147,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
     Args:
         more: settings in place of the recipe's (a dry run's, which has no GPU).
     """
-    from grpo_lab import LabConfig
 
-    asked = numbers_read(recipe).arguments
+    asked = recipe.arguments
     for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if asked.get(one) and asked.get(other):
             raise ValueError(f"`{one}` and `{other}` are both true; at most one of them can be")
@@ -128,7 +168,6 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
-    from grpo_lab import LabConfig
     from grpo_lab.trainer.settings.gone import GONE
     from grpo_lab.trainer.settings.knobs import kinds_of
     from grpo_lab.trainer.settings.parse import LabSettings

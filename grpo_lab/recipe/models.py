@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.io import check_place, is_local
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 
 log = logging.getLogger(__name__)
 
-MODEL_FILES = ("config.json", "adapter_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
 _SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -30,29 +30,6 @@ _SETTINGS = (
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
 _CHUNK = 1 << 22  # bytes
-
-
-def is_local(path: str | None) -> bool:
-    """Whether a model or data set is a folder here rather than a hub name."""
-    return bool(path) and Path(str(path)).is_dir()
-
-
-def looks_local(path: str) -> bool:
-    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1
-
-
-def check_place(path: str, where: str = "model.path") -> str:
-    """``path`` of a saved model or a hub name, looked at where it is local.
-
-    ValueError for a folder that is not there, or holds no model.
-    """
-    if not is_local(path):
-        if not path or looks_local(path):
-            raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")
-    elif not any((Path(path) / name).is_file() for name in MODEL_FILES):
-        raise ValueError(f"`{where}` is {path!r}: the folder holds no model (neither {' nor '.join(MODEL_FILES)})")
-    return path
 
 
 def model_files(model: str) -> dict[str, str]:
@@ -197,7 +174,7 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoTokenizer
 
-    _check_folder(model)
+    check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
     words = tokenizer or _tokenizer_of(model, base)
@@ -209,14 +186,6 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
         kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
     return loaded.to(device).eval(), loaded_tokenizer
-
-
-def _check_folder(model: str) -> None:
-    folder = Path(model)
-    if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ValueError(
-            f"{model!r} is no local folder with a saved model: it holds no config.json or adapter_config.json"
-        )
 
 
 def _base_of_adapter(model: str) -> str | None:

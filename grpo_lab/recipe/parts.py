@@ -6,7 +6,8 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.recipe.models import is_local, loading, looks_local, lora_config
+from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.models import loading, lora_config
 from grpo_lab.recipe.sections import PartSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, refuse_misfit, refuse_unknown_arguments, typed
@@ -101,19 +102,19 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
             raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")
 
 
-def trainer_class(recipe: Recipe) -> Any:
+def trainer_class(name: str) -> Any:
     """``trainer:`` of the recipe: a name of ours or ``module:Class``, a ``LabTrainer`` in any case."""
     from grpo_lab import LabTrainer
 
-    if ":" in recipe.trainer:
-        found = load_named(recipe.trainer, "trainer")
+    if ":" in name:
+        found = load_named(name, "trainer")
     else:
         try:
-            found = getattr(import_module("grpo_lab"), recipe.trainer)
+            found = getattr(import_module("grpo_lab"), name)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"`trainer` is {recipe.trainer!r}, which cannot be loaded: {error}") from error
+            raise ValueError(f"`trainer` is {name!r}, which cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, LabTrainer)):
-        raise ValueError(f"`trainer` is {recipe.trainer!r}, which is {found!r}; it must be a subclass of LabTrainer")
+        raise ValueError(f"`trainer` is {name!r}, which is {found!r}; it must be a subclass of LabTrainer")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.recipe.models import is_local, looks_local
+from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, refuse_misfit, typed

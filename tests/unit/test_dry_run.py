@@ -259,7 +259,7 @@ def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.Monkey
     assert sorted(made) == [("cold_start", 1000), ("test", 500), ("train", 4000)]
     assert facts["cold start"].startswith("40,000 from word_problems")
     made.clear()
-    Job.resolve(numbers_read(recipe), lab_config(recipe, bf16=False))
+    Job.resolve(numbers_read(recipe), lab_config(numbers_read(recipe), bf16=False))
     assert sorted(made) == [("cold_start", 40000), ("test", 500), ("train", 4000)]
 
 
@@ -278,5 +278,5 @@ def test_no_engine_is_loaded_for_a_plan(tmp_path: Path) -> None:
 def test_the_real_configuration_is_left_alone() -> None:
     """The dry run's own settings must not reach the run."""
     recipe = recipe_from({**GOOD, "use_cpu": True})
-    assert lab_config(recipe).use_cpu is True
-    assert lab_config(recipe, use_cpu=False).use_cpu is False
+    assert lab_config(numbers_read(recipe)).use_cpu is True
+    assert lab_config(numbers_read(recipe), use_cpu=False).use_cpu is False

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.recipe.job import lab_config
+from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, lora_config
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import Recipe, read_recipe, recipe_from
@@ -69,7 +69,7 @@ def test_exponents_without_a_point_are_numbers_at_every_depth(file: Path) -> Non
 
 
 def test_a_whole_number_with_an_exponent_is_whole(file: Path) -> None:
-    config = lab_config(read_recipe(file))
+    config = lab_config(numbers_read(read_recipe(file)))
     assert config.max_steps == 1000
     assert isinstance(config.max_steps, int)
     assert config.warmup_steps == 5.0
@@ -82,7 +82,7 @@ def test_what_only_looks_like_a_number_stays_text(text: str) -> None:
 
 @pytest.mark.parametrize("word", ["1e-5", "1E-5", "1.0e-5", "0.00001", '"1e-5"'])
 def test_one_number_in_every_writing(word: str) -> None:
-    assert lab_config(given("--learning_rate", word, "--max_steps", "3")).learning_rate == 1e-5
+    assert lab_config(numbers_read(given("--learning_rate", word, "--max_steps", "3"))).learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,17 @@ def test_one_number_in_every_writing(word: str) -> None:
 )
 def test_what_is_no_number_is_refused_by_name(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        lab_config(given(*words))
+        lab_config(numbers_read(given(*words)))
 
 
 def test_switches_are_read_in_every_writing() -> None:
     """The text "false" is true in Python."""
-    config = lab_config(given("--gradient_checkpointing", '"false"', "--max_steps", "3", "--log_completions"))
+    config = lab_config(
+        numbers_read(given("--gradient_checkpointing", '"false"', "--max_steps", "3", "--log_completions"))
+    )
     assert config.gradient_checkpointing is False
     assert config.log_completions is True
-    assert lab_config(given("--save_strategy", "no")).save_strategy == "no"  # YAML 1.1: false
+    assert lab_config(numbers_read(given("--save_strategy", "no"))).save_strategy == "no"  # YAML 1.1: false
 
 
 def test_a_rewards_weight_is_said_once() -> None:

@@ -103,9 +103,11 @@ def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, mo
 
     monkeypatch.setattr("grpo_lab.pipelines.train.evaluate_saved_model", evaluated)
     target = tmp_path / "evaluation" / "before"
+    evaluation = given(tmp_path).evaluation
+    job: Any = SimpleNamespace(folder=tmp_path, evaluation=evaluation, config=SimpleNamespace(use_cpu=True, seed=0))
     EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(target)
     for _ in range(2):
-        found = _before(given(tmp_path), "start", tmp_path, {}, resume=True)
+        found = _before(job, "start", {}, resume=True)
         assert found is not None
         assert found.stopped is None
         assert made == ["start"]
