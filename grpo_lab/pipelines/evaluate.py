@@ -10,11 +10,11 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.held_out import held_out_like
+from grpo_lab.pipelines.held_out import HeldOut, held_out_like
 from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
 from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
@@ -40,15 +40,6 @@ _TAKEN = (
     "overwrite",
 )
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `grpo-lab evaluate` will do."""
-
-    section: EvaluationSection
-    max_new_tokens: int
-    seed: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +102,7 @@ def run(known: argparse.Namespace) -> int:
         return _evaluate(known, plan)
 
 
-def _evaluate(known: argparse.Namespace, plan: Plan) -> int:
+def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.pipelines.held_out import evaluate_saved_model
 
@@ -153,7 +144,7 @@ def _ended(asked: list[str], stop: KeyboardInterrupt) -> int:
     return EXIT_INTERRUPTED
 
 
-def plan_of(known: argparse.Namespace) -> Plan:
+def plan_of(known: argparse.Namespace) -> HeldOut:
     """Rows, judging and generation out of the options, and out of `--like` where they say nothing.
 
     Raises:
@@ -167,8 +158,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like (a run's folder, or a recipe)"
         )
     if known.like is not None:
-        like = held_out_like(known.like)
-        plan = Plan(like.section, like.max_new_tokens, like.seed)
+        plan = held_out_like(known.like)
         data = plan.section.data
         written: dict[str, Any] = {
             "loader": data.loader,
@@ -179,7 +169,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
     else:
         judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
         reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
-        plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
+        plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
         written = {"loader": said["data"]}
         if "split" in loader_signature(said["data"], "--data").parameters:
             written["split"] = "test"
@@ -193,7 +183,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
         section = _judged(section, said["mode"])
     if "max_new_tokens" in said:
         section = replace(section, max_new_tokens=said["max_new_tokens"])
-    return Plan(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
+    return HeldOut(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
 
 
 def _judged(section: EvaluationSection, mode: str) -> EvaluationSection:
@@ -216,7 +206,7 @@ def with_every_argument(section: DataSection) -> DataSection:
     return replace(section, arguments=every_argument(section))
 
 
-def title(model: str, plan: Plan) -> str:
+def title(model: str, plan: HeldOut) -> str:
     """Everything that a score depends on, in one line."""
     from grpo_lab.pipelines.in_words import told
 

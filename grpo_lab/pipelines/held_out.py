@@ -81,15 +81,15 @@ _LONG2SHORT = {"max_completion_length": 512, "seed": 0}
 
 
 @dataclass(frozen=True)
-class Like:
-    """The evaluation of a run: its section, and what the section leaves to the run."""
+class HeldOut:
+    """An evaluation: its section, and what the section leaves to the run that it is of."""
 
     section: EvaluationSection
     max_new_tokens: int
     seed: int
 
 
-def held_out_like(run: str | Path) -> Like:
+def held_out_like(run: str | Path) -> HeldOut:
     """The evaluation of ``run``: an output folder with a `recipe.yaml`, or a recipe.
 
     Raises:
@@ -117,7 +117,7 @@ def held_out_like(run: str | Path) -> Like:
             "how long its evaluation's completions were: write `evaluation.max_new_tokens` there"
         )
     seed = settings["seed"]
-    return Like(parsed, int(tokens), int(defaults["seed"] if seed is None else seed))
+    return HeldOut(parsed, int(tokens), int(defaults["seed"] if seed is None else seed))
 
 
 def _as_written(section: Any) -> Any:

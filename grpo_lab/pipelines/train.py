@@ -31,7 +31,7 @@ console = Terminal()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """What a run gave: its folder, report and accuracies."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Outcome:
     after: EvaluationResult | None
 
 
-def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Outcome:
+def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> TrainingOutcome:
     """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes.
 
     Raises:
@@ -79,7 +79,7 @@ def start_is_whole(folder: Path) -> bool:
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
-def _stages(job: Job, resume: bool, termination: Termination) -> Outcome:
+def _stages(job: Job, resume: bool, termination: Termination) -> TrainingOutcome:
     state, config, folder = PartialState(), job.config, job.folder
     record = read_marker(folder / "run.json")
     if resume and record.get("finished"):
@@ -96,7 +96,7 @@ def _stages(job: Job, resume: bool, termination: Termination) -> Outcome:
     else:
         record = _reinforce(job, start, checkpoint, seconds, termination)
     if not state.is_main_process:
-        return Outcome(folder, None, None, None)
+        return TrainingOutcome(folder, None, None, None)
     after = _evaluate(job, str(folder), seconds, "after")
     write_run(folder, {**record, "seconds": seconds, "finished": True})
     report = write_report(folder)
@@ -110,14 +110,14 @@ def _stages(job: Job, resume: bool, termination: Termination) -> Outcome:
             "seconds": sum(seconds.values()),
         }
         terminal_summary(before, after, report=report, model_path=folder, **told)
-    return Outcome(folder, report, before, after)
+    return TrainingOutcome(folder, report, before, after)
 
 
-def _as_it_is(folder: Path) -> Outcome:
+def _as_it_is(folder: Path) -> TrainingOutcome:
     """A finished run is left alone: no step more, no evaluation again."""
     console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
     record, report = read_run(folder), folder / "report.html"
-    return Outcome(folder, report if report.is_file() else write_report(folder), record.before, record.after)
+    return TrainingOutcome(folder, report if report.is_file() else write_report(folder), record.before, record.after)
 
 
 def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:

@@ -15,6 +15,7 @@ from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.conflicts import (
     AFTER,
     BEFORE,
+    Case,
     agree_with_trl,
     clip_in_force,
     refuse,
@@ -146,13 +147,13 @@ class LabConfig(GRPOConfig):
             self.objective = "ppo"  # nothing else here has a critic
         ours = with_registered(parsed(self))
         self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
-        refuse(BEFORE, self, ours)
+        refuse(BEFORE, Case(self, ours))
         refuse_sampling_keys(self)
         agree_with_trl(self, ours)
         if ours.kl is not None and ours.kl.coefficient is not None:
             self.beta = ours.kl.coefficient  # TRL builds the reference model by `beta`
         algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
-        refuse(AFTER, self, ours, algorithm)
+        refuse(AFTER, Case(self, ours, algorithm))
         kl = None if algorithm.objective is None else algorithm.objective.kl
         if kl is not None and kl.control is not None:
             kl.control.rate_of(self.generation_batch_size)

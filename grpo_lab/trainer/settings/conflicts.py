@@ -1,12 +1,13 @@
 """Settings that cannot stand beside each other, one row each; and TRL's fields, kept saying what ours say.
 
-A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to.
+A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grpo_lab import registry
@@ -19,32 +20,66 @@ from grpo_lab.trainer.settings.knobs import CLIP, advantage_choice, written
 from grpo_lab.trainer.settings.parse import LabSettings
 
 
-class Conflict(NamedTuple):
-    """A setting, when it cannot be (anything but None and False of it is ``found``), and what is said then.
+@dataclass(frozen=True)
+class Case:
+    """TRL's fields, our settings, and the algorithm that they come to (``None`` in ``BEFORE``)."""
 
-    ``sentence`` is formatted with ``args`` (TRL's fields), ``ours`` (``LabSettings``), ``algorithm`` and ``found``.
+    args: Any
+    ours: LabSettings
+    algorithm: Any = None
+
+    def of_rollout(self, *names: str) -> str | None:
+        """The first of ``names`` that is written in ``rollout``."""
+        return _first(names, from_json(self.args.rollout, "rollout"))
+
+    @property
+    def thinks(self) -> bool:
+        return self.ours.rollout.thinking_budget is not None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the sampler correction acts."""
+        return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
+
+    @property
+    def kl(self) -> Any:
+        return None if self.algorithm.objective is None else self.algorithm.objective.kl
+
+    @property
+    def updates(self) -> float:
+        """Optimizer steps on one generation batch."""
+        return float(self.args.steps_per_generation * self.args.num_iterations / self.args.gradient_accumulation_steps)
+
+    @property
+    def fresh_reference(self) -> bool:
+        """Whether the reference is the policy whenever a batch is generated."""
+        every = self.args.reference_every
+        if not isinstance(every, int):
+            return every is not None
+        return every == 1 if self.updates < 1 else self.updates % every == 0
+
+
+class Conflict(NamedTuple):
+    """A setting, when it cannot be (anything but None and False is ``found``), and what is said then.
+
+    ``sentence`` is formatted with the fields of the case, ``case`` and ``found``.
     """
 
     setting: str
-    when: Callable[[Any, LabSettings, Any], Any]
+    when: Callable[[Case], Any]
     sentence: str
 
 
-def refuse(rows: Iterable[Conflict], args: Any, ours: LabSettings, algorithm: Algorithm | None = None) -> None:
+def refuse(rows: Iterable[Conflict], case: Case) -> None:
     """``ValueError`` with the sentence of the first row that holds."""
     for row in rows:
-        found = row.when(args, ours, algorithm)
+        found = row.when(case)
         if found is not None and found is not False:
-            raise ValueError(row.sentence.format(args=args, ours=ours, algorithm=algorithm, found=found))
+            raise ValueError(row.sentence.format(**vars(case), case=case, found=found))
 
 
 def _first(names: Iterable[str], among: Any) -> str | None:
     return next((name for name in names if name in (among or ())), None)
-
-
-def _engine_settings(args: Any) -> Any:
-    """What is written of ``rollout``."""
-    return from_json(args.rollout, "rollout")
 
 
 _PHASE = (
@@ -80,97 +115,88 @@ class _Cut(NamedTuple):
     neutral: Any
 
 
-def _cut(args: Any, *_: Any) -> _Cut | None:
+def _cut(case: Case) -> _Cut | None:
     """What cuts the engine's distribution under the sampler correction; ``generation_kwargs`` win over the flat settings.
 
     The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with a cut
     the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
     """
-    extra = args.generation_kwargs or {}
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        for name, allowed in NEUTRAL.items():
-            value = extra[name] if name in extra else getattr(args, name, None)
-            if value not in allowed:
-                return _Cut(f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1])
+    extra = case.args.generation_kwargs or {}
+    for name, allowed in NEUTRAL.items() if case.corrects else ():
+        value = extra[name] if name in extra else getattr(case.args, name, None)
+        if value not in allowed:
+            return _Cut(f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1])
     return None
 
 
-def _half(args: Any, *_: Any) -> str | None:
-    batching = args.use_transformers_continuous_batching and not args.use_vllm
-    return next((name for name in ("bf16", "fp16") if getattr(args, name)), None) if batching else None
-
-
-def _budget(args: Any, ours: LabSettings, *_: Any) -> Any:
-    return ours.rollout.thinking_budget
+def _half(case: Case) -> str | None:
+    batching = case.args.use_transformers_continuous_batching and not case.args.use_vllm
+    return next((name for name in ("bf16", "fp16") if batching and getattr(case.args, name)), None)
 
 
 BEFORE = (
     Conflict(
         "rollout",
-        lambda args, *_: (
-            None if args.use_vllm else _first(("verify_every", "tolerance", "engine", "server"), _engine_settings(args))
-        ),
+        lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "tolerance", "engine", "server"),
         "`rollout.{found}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on",
     ),
     Conflict(
         "rollout.server",
-        lambda args, *_: args.vllm_mode != "server" and _first(["server"], _engine_settings(args)),
+        lambda c: c.args.vllm_mode != "server" and c.of_rollout("server"),
         "`rollout.server` has an effect only with `vllm_mode: server`, and it is {args.vllm_mode!r}: leave it out",
     ),
     Conflict(
         "rollout.engine",
-        lambda args, *_: args.vllm_mode == "server" and _first(["engine"], _engine_settings(args)),
+        lambda c: c.args.vllm_mode == "server" and c.of_rollout("engine"),
         "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
         "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)",
     ),
     Conflict(
         "rollout.thinking_budget",
-        lambda args, *all: _budget(args, *all) is not None and args.max_completion_length is None,
+        lambda c: c.thinks and c.args.max_completion_length is None,
         "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left for "
         "the answer is the difference; set it",
     ),
     Conflict(
         "rollout.thinking_budget",
-        lambda args, *all: _budget(args, *all) is not None and _budget(args, *all) >= args.max_completion_length,
+        lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
         "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is "
         "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise the "
         "other",
     ),
     Conflict(
         "rollout.thinking_budget",
-        lambda args, *all: _budget(args, *all) is not None and args.vllm_structured_outputs_regex,
+        lambda c: c.thinks and c.args.vllm_structured_outputs_regex,
         "`vllm_structured_outputs_regex` would have to match the thinking and the answer each on its own under "
         "`rollout.thinking_budget`; leave one of them out",
     ),
     Conflict(
         "rollout.thinking_budget",
-        lambda args, *all: _budget(args, *all) is not None and _first(_PHASE, args.generation_kwargs),
+        lambda c: c.thinks and _first(_PHASE, c.args.generation_kwargs),
         "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see it; "
         "leave one of them out (`max_completion_length` is the limit of a whole completion)",
     ),
     Conflict(
         "sampler",
-        lambda args, ours, _: ours.sampler is not None and not args.shuffle_dataset,
+        lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
         "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: leave "
         "one out",
     ),
     Conflict(
         "sampler",
-        lambda args, ours, _: ours.sampler is not None and args.ignore_data_skip,
+        lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
         "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from its "
         "start; leave one out",
     ),
     Conflict(
         "objective",
-        lambda args, ours, _: ours.objective is None and args.loss_type.startswith(NOT_TRLS),
+        lambda c: c.ours.objective is None and c.args.loss_type.startswith(NOT_TRLS),
         "`loss_type`={args.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
         "`objective` as in that run, or a `loss_type` of TRL's",
     ),
     Conflict(
         "kl.coefficient",
-        lambda args, ours, _: (
-            ours.kl is not None and ours.kl.coefficient is not None and args.beta not in (0.0, ours.kl.coefficient)
-        ),
+        lambda c: c.ours.kl and c.ours.kl.coefficient is not None and c.args.beta not in (0.0, c.ours.kl.coefficient),
         "`kl.coefficient` is {ours.kl.coefficient} and `beta` is {args.beta}: two names for one number; set one",
     ),
     Conflict(
@@ -182,7 +208,7 @@ BEFORE = (
     ),
     Conflict(
         "temperature",
-        lambda args, *_: args.use_vllm and not LOWEST <= args.temperature <= HIGHEST,
+        lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
         f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} instead, "
         "while the trainer computes its log-probs at the value written; above it refuses",
     ),
@@ -197,32 +223,12 @@ BEFORE = (
 )
 
 
-def _critic(_: Any, ours: LabSettings, algorithm: Algorithm) -> bool:
-    return algorithm.value is not None
-
-
-def _updates(args: Any) -> float:
-    """Optimizer steps on one generation batch."""
-    return float(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
-
-
-def _fresh_reference(args: Any, *_: Any) -> bool:
-    """Whether the reference is the policy whenever a batch is generated."""
-    every, updates = args.reference_every, _updates(args)
-    if not isinstance(every, int):
-        return every is not None
-    return every == 1 if updates < 1 else updates % every == 0
-
-
 AFTER = (
     Conflict(
         "vllm_importance_sampling_mode",
-        lambda args, _, algorithm: (
-            algorithm.objective is not None
-            and algorithm.objective.whole_response
-            and args.use_vllm
-            and args.vllm_importance_sampling_correction
-            and args.vllm_importance_sampling_mode.startswith("token")
+        lambda c: (
+            (c.algorithm.objective is not None and c.algorithm.objective.whole_response)
+            and (c.corrects and c.args.vllm_importance_sampling_mode.startswith("token"))
         ),
         "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
         "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or 'sequence_truncate', "
@@ -230,76 +236,66 @@ AFTER = (
     ),
     Conflict(
         "value",
-        lambda _, ours, algorithm: ours.value is not None and not reads_values(algorithm.advantage),
+        lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),
         "`value` is set, and no critic is asked for: the advantage rule is {algorithm.names[advantage]!r}; set "
         "`objective: ppo` (or `advantage: gae`), or leave `value` out",
     ),
     Conflict(
         "advantage",
-        lambda _, ours, algorithm: ours.objective is None and reads_values(algorithm.advantage),
+        lambda c: c.ours.objective is None and reads_values(c.algorithm.advantage),
         "`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it",
     ),
     Conflict(
         "update.dead_groups",
-        lambda args, ours, algorithm: _critic(args, ours, algorithm) and ours.update.dead_groups == "resample",
+        lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
         "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to learn from; "
         "leave it out",
     ),
     Conflict(
         "value.missing_eos_penalty",
-        lambda args, _, algorithm: (
-            algorithm.value is not None
-            and algorithm.value.missing_eos_penalty is not None
-            and args.mask_truncated_completions
+        lambda c: (
+            (c.algorithm.value is not None and c.algorithm.value.missing_eos_penalty is not None)
+            and c.args.mask_truncated_completions
         ),
         "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions out "
         "of the loss; leave one out",
     ),
     Conflict(
         "kl.gamma",
-        lambda args, ours, algorithm: (
-            _critic(args, ours, algorithm) and ours.kl is not None and ours.kl.gamma is not None
-        ),
+        lambda c: c.algorithm.value is not None and c.ours.kl is not None and c.ours.kl.gamma is not None,
         "`kl.gamma` has no effect with a critic, whose discount is for all rewards: set `value.gamma`, and leave it out",
     ),
     Conflict(
         "kl",
-        lambda _, ours, algorithm: ours.kl is not None and algorithm.objective is None,
+        lambda c: c.ours.kl is not None and c.algorithm.objective is None,
         "`kl` is set, but the loss is left to TRL ({algorithm.left_to_trl}), which has a KL of its own; use `beta`",
     ),
     Conflict(
         "reference_every",
-        lambda args, *_: args.reference_every is not None and args.beta == 0.0,
+        lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
         "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not set): set "
         "one of them, or leave it out",
     ),
     Conflict(
         "reference_every",
-        lambda args, *_: args.reference_every is not None and args.sync_ref_model,
+        lambda c: c.args.reference_every is not None and c.args.sync_ref_model,
         "`reference_every`={args.reference_every!r} and `sync_ref_model` both move the reference (TRL's with "
         "`ref_model_mixup_alpha`={args.ref_model_mixup_alpha}): leave one out",
     ),
     Conflict(
         "reference_every",
-        lambda args, _, algorithm: (
-            _updates(args) if _fresh_reference(args) and _kl_placement(algorithm) == "reward" else None
-        ),
-        "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({found:g} updates a "
+        lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
+        "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} updates a "
         "generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the loss "
         "(`kl.placement: loss`)",
     ),
     Conflict(
         "reference_every",
-        lambda args, *_: _updates(args) if _fresh_reference(args) and _updates(args) <= 1 else None,
-        "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets {found:g} "
+        lambda c: c.fresh_reference and c.updates <= 1,
+        "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets {case.updates:g} "
         "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or `num_iterations`",
     ),
 )
-
-
-def _kl_placement(algorithm: Algorithm) -> str | None:
-    kl = None if algorithm.objective is None else algorithm.objective.kl
-    return None if kl is None else kl.placement
 
 
 def refuse_sampling_keys(args: Any) -> None:
