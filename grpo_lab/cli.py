@@ -17,6 +17,7 @@ from grpo_lab.registry import working_folder_on_path
 from grpo_lab.visible import VisibleFormatter, visible
 
 EXIT_INTERRUPTED = 75
+NOTHING = "nothing"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
@@ -35,7 +36,8 @@ class Command:
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
         options: gets the parser of a command that reads no recipe.
-        read: of a pipeline: a recipe's file and overrides → the recipe; plan: what ``--dry-run`` shows of it.
+        read: of a pipeline: a recipe's file and overrides → the recipe; plan: what ``--dry-run`` shows of it;
+            kept: what Ctrl-C left of it, in words.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes: whether it takes ``--resume``.
         verbose: whether it takes ``--verbose``, and is quiet without.
@@ -46,6 +48,7 @@ class Command:
     options: str = ""
     read: str = ""
     plan: str = ""
+    kept: str = ""
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
@@ -55,6 +58,7 @@ _TRAINING: Any = {
     "run": "pipelines.train:train",
     "read": "recipe.sections:read_recipe",
     "plan": "pipelines.dry_run:plan_of_training",
+    "kept": "pipelines.run_folder:kept",
     "resumes": True,
 }
 COMMANDS = {
@@ -66,21 +70,24 @@ COMMANDS = {
         "choose training rows: pass rates and filters; goes on where it was killed",
         run="pipelines.curate:curate",
         read="pipelines.curation_recipe:read_curation_recipe",
-        plan="pipelines.plan:plan_of_curation",
+        plan="pipelines.curate:plan_of_curation",
+        kept="pipelines.curate:kept",
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
         run="pipelines.long2short:long2short",
         read="pipelines.long2short_recipe:read_long2short_recipe",
-        plan="pipelines.plan:plan_of_long2short",
+        plan="pipelines.long2short:plan_of_long2short",
+        kept="pipelines.long2short:kept",
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
         run="pipelines.run_rounds:run_rounds",
         read="pipelines.rounds_recipe:read_rounds_recipe",
-        plan="pipelines.rounds_plan:plan_of_rounds",
+        plan="pipelines.run_rounds:plan_of_rounds",
+        kept="pipelines.run_rounds:kept",
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "evaluate": Command(
@@ -139,7 +146,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise
-        return _stopped(known, rest, stop)
+        return _stopped(stop)
     except Exception as error:
         code, said = _code_of(error)
         if code == 0 or (known.traceback and code != EXIT_INTERRUPTED):
@@ -153,8 +160,8 @@ def _code_of(error: Exception) -> tuple[int, str]:
     """The exit code and the line for what ended a command; 0 for a fault of ours, which shows its traceback."""
     if isinstance(error, ValueError):
         return 2, f"error: {' '.join(str(error).split())}"  # libraries write paragraphs
-    from grpo_lab.pipelines.interruption import Interrupted
-    from grpo_lab.pipelines.one_writer import FolderGone
+    from grpo_lab.runs.folder import FolderGone
+    from grpo_lab.runs.stop import Interrupted
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     if isinstance(error, Interrupted):
@@ -172,13 +179,11 @@ def _say(words: str) -> None:
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 
-def _stopped(known: argparse.Namespace, rest: list[str], stop: KeyboardInterrupt) -> int:
+def _stopped(stop: KeyboardInterrupt) -> int:
     """Ctrl-C: one line with what was kept, of the first process only. 130 is what shells give for it."""
     if int(os.environ.get("RANK", "0")) == 0:
-        from grpo_lab.pipelines.kept import kept
-
         print(file=sys.stderr)
-        _say(f"stopped; kept: {kept(known, rest, stop)}")
+        _say(f"stopped; kept: {getattr(stop, 'what', NOTHING)}")
     return 130
 
 
@@ -254,9 +259,24 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
     with quiet(known.verbose):
         if known.dry_run:
             show(recipe.name, _load(command.plan)(recipe, **flags))
-        else:
+            return 0
+        try:
             _load(command.run)(recipe, **flags)
+        except KeyboardInterrupt as stop:
+            if hasattr(stop, "what"):
+                raise
+            raise _with_words(lambda: _load(command.kept)(recipe)) from stop
     return 0
+
+
+def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
+    """Ctrl-C, with what is on disk."""
+    from grpo_lab.runs.stop import StoppedByUser
+
+    try:
+        return StoppedByUser(kept())
+    except (ValueError, OSError):
+        return StoppedByUser(NOTHING)
 
 
 def _serve(known: argparse.Namespace) -> int:

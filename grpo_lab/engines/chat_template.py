@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import resource
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from grpo_lab.signals import handle, put_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,18 +46,17 @@ def _bounded() -> Iterator[None]:
     """Memory where Linux says what is used; time in the main thread, where signals come, between two steps."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = BYTES + (int(_USED.read_text().split()[0]) * resource.getpagesize() if _USED.is_file() else 0)
-    timed = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, _late) if timed else None
+    before = handle(_late, signal.SIGALRM)
     try:
         if limit > BYTES and (soft == resource.RLIM_INFINITY or limit < soft):
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        if timed:
+        if before:
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
         yield
     finally:
-        if timed:
+        if before:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            put_back(before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

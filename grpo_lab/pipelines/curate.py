@@ -16,15 +16,17 @@ from typing import Any
 
 from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation import write_report
-from grpo_lab.evaluation.files import write_json, write_json_lines, write_parquet
+from grpo_lab.evaluation.outcomes import write_parquet
 from grpo_lab.evaluation.terminal import Terminal, duration
-from grpo_lab.pipelines.curation_filters import Asked, Curation
+from grpo_lab.io import write_json, write_json_lines
+from grpo_lab.pipelines.curation_filters import GUESSES, PASS_RATES, Asked, Curation
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
-from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
+from grpo_lab.pipelines.in_words import count_of, told
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.sample_counts import refuse_other_count
-from grpo_lab.pipelines.stop_requests import StopRequests
+from grpo_lab.runs.folder import record_of
+from grpo_lab.runs.stage import At, Words, carry_out, plan_of, working
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.stages.sample import refuse_other_count, samples_in_words
 from grpo_lab.visible import encodable
 
 MARKER = "curation.json"
@@ -48,14 +50,32 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         ValueError: a folder that is not a curation's, samples made with other settings, or a setting that does not fit.
         Interrupted: asked to stop; what was sampled is kept, and the same call goes on.
     """
-    asked = resolve(recipe, overwrite)
+    began, asked = time.perf_counter(), resolve(recipe, overwrite)
     new = overwrite or not (recipe.output_dir / MARKER).is_file()
-    with (
-        OneWriter(recipe.output_dir).take(),
-        StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file) as stop,
-    ):
-        stop.heed_waiting(new)
-        return _curated(recipe, overwrite, stop, asked)
+    with working(recipe, new) as stop:
+        folder = claim(recipe, overwrite)
+        run = Curation(recipe, asked, stop)
+        carry_out(run.stages(), At(folder), stop)
+        report = run.selection.report(run.notes)
+        rows = write_rows(folder, run.selection)
+        write_json(folder / MARKER, {**summary_of(run, time.perf_counter() - began), "report": asdict(report)})
+        page = write_report(folder)
+        report.print(console)
+        console.print(f"kept: {folder / 'curated.parquet'}\nreport: {page}", soft_wrap=True)
+        return Curated(folder, rows, report)
+
+
+def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
+    """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
+    asked = resolve(recipe, overwrite, here_only=True)
+    stages = Curation(recipe, asked, StopRequests(recipe.output_dir), overwrite).stages()
+    rows = count_of(asked.questions.rows, recipe.data)
+    return {"rows": rows, **plan_of(stages), "output folder": str(recipe.output_dir)}
+
+
+def kept(recipe: CurationRecipe) -> str:
+    """What is there after Ctrl-C."""
+    return samples_in_words({"pass rates": recipe.output_dir / PASS_RATES, "guesses": recipe.output_dir / GUESSES})
 
 
 def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> Asked:
@@ -66,43 +86,17 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
     return Asked.by(recipe, here_only)
 
 
-def _curated(recipe: CurationRecipe, overwrite: bool, stop: StopRequests, asked: Asked) -> Curated:
-    began = time.perf_counter()
-    folder = claim(recipe, overwrite)
-    run = Curation(recipe, folder, stop, asked)
-    run.by_text()
-    if recipe.model is not None:
-        run.by_model(recipe.model.path or "")
-    run.by_balance()
-    report = run.selection.report(run.notes)
-    rows = write_rows(folder, run.selection)
-    summary = summary_of(run, time.perf_counter() - began)
-    write_json(folder / MARKER, {**summary, "report": asdict(report)})
-    page = write_report(folder)
-    report.print(console)
-    console.print(f"kept: {folder / 'curated.parquet'}", soft_wrap=True)
-    console.print(f"report: {page}", soft_wrap=True)
-    return Curated(folder, rows, report)
-
-
-def check_folder(recipe: CurationRecipe) -> Path:
-    """The output folder. ValueError for one that holds something else."""
-    folder = recipe.output_dir
-    check_writable(folder)
-    strangers = folder.is_dir() and not is_empty(folder) and not (folder / MARKER).is_file()
-    if strangers:
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} exists, is not empty and is no curation; choose another `--output_dir`"
-        )
-    return folder
+def check_folder(recipe: CurationRecipe) -> None:
+    """ValueError for one that holds something else."""
+    record_of(recipe.output_dir, "curate", MARKER)
 
 
 def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
-    """The output folder; one that holds something else is refused, and `overwrite` forgets an earlier curation's samples."""
-    folder = check_folder(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
+    """The output folder, made and marked; `overwrite` forgets an earlier curation's samples."""
+    check_folder(recipe)
+    folder = recipe.output_dir
     if overwrite:
-        for name in ("pass_rates.jsonl", "guesses.jsonl"):
+        for name in (PASS_RATES, GUESSES):
             (folder / name).unlink(missing_ok=True)
     if overwrite or not (folder / MARKER).is_file():
         write_json(folder / MARKER, {"name": recipe.name, "finished": False})
@@ -112,10 +106,10 @@ def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
 def check_counts(recipe: CurationRecipe) -> None:
     """ValueError where samples are there and the recipe asks for another number of them."""
     instead = "give --overwrite to sample anew, or another `--output_dir`"
-    refuse_other_count(recipe.output_dir / "pass_rates.jsonl", recipe.sampling.n_samples, "n_samples", instead)
+    refuse_other_count(recipe.output_dir / PASS_RATES, recipe.sampling.n_samples, "n_samples", instead)
     if recipe.filters.guessable is not None:
         tries = recipe.filters.guessable.tries
-        refuse_other_count(recipe.output_dir / "guesses.jsonl", tries, "filters.guessable.tries", instead)
+        refuse_other_count(recipe.output_dir / GUESSES, tries, "filters.guessable.tries", instead)
 
 
 def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:

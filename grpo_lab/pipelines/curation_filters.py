@@ -1,10 +1,10 @@
-"""The filters of a curation, one after the other over the same rows: those that read the text, then those that ask the model."""
+"""The stages of a curation, filters one after the other over the same rows: those that read the text, then those that ask the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -16,16 +16,17 @@ from grpo_lab.curation import (
     find_contamination,
     guess_rates,
     keep_band,
-    pass_rates,
     question_kind,
 )
 from grpo_lab.curation.selection import is_missing
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
-from grpo_lab.pipelines.in_words import told
+from grpo_lab.pipelines.in_words import model_of, sampling_of, told
 from grpo_lab.pipelines.sampler import ModelSampler
-from grpo_lab.pipelines.stop_requests import StopRequests
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.rows import load_rows, rows_here
+from grpo_lab.runs.stage import At, Stage, Words
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.stages.sample import judged_samples
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 SCORES = (
@@ -38,6 +39,7 @@ SCORES = (
     "mean_tokens_right",
     "guesses_right",
 )
+PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
 NO_THINKING = {"enable_thinking": False}
 CUT_WARNING = 0.05
 
@@ -65,26 +67,63 @@ class Asked:
 
 
 class Curation:
-    """The rows on their way through the filters. Each step sees all rows and asks the model about those that are left."""
+    """The rows on their way through the filters. Each stage sees all rows, and the model is asked about those that are left."""
 
-    def __init__(
-        self, recipe: CurationRecipe, folder: Path, stop: StopRequests | None = None, asked: Asked | None = None
-    ) -> None:
-        self.recipe, self.folder, self.stop = recipe, folder, stop or StopRequests(folder)
-        self.asked = asked or Asked.by(recipe)
-        loaded, self.reward = self.asked.questions.rows, self.asked.questions.reward
+    def __init__(self, recipe: CurationRecipe, asked: Asked, stop: StopRequests, overwrite: bool = False) -> None:
+        self.recipe, self.asked, self.stop, self.overwrite = recipe, asked, stop, overwrite
+        self.reward, self.folder = asked.questions.reward, recipe.output_dir
         self.notes: list[str] = []
+        self.sampler: ModelSampler | None = None
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        loaded = self.asked.questions.rows
         if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
             loaded = loaded.remove_columns(earlier)
             self.notes.append(f"Columns of an earlier curation were measured anew: {', '.join(earlier)}.")
-        self.rows: list[dict[str, Any]] = [dict(row) for row in loaded]
-        self.shown = "question" if "question" in loaded.column_names else "prompt"
-        self.selection = Selection(self.rows, shown=self.shown, title=recipe.name)
-        self.sampler: ModelSampler | None = None
+        return [dict(row) for row in loaded]
+
+    @cached_property
+    def shown(self) -> str:
+        return "question" if "question" in self.asked.questions.rows.column_names else "prompt"
+
+    @cached_property
+    def selection(self) -> Selection:
+        return Selection(self.rows, shown=self.shown, title=self.recipe.name)
+
+    def stages(self) -> list[Stage]:
+        """None leaves a marker: what was sampled is kept in its file, and the filters may be others next time."""
+        filters = self.recipe.filters
+        reads_text = Stage(
+            "text", self.by_text, self._plan("kind", "duplicates", "contamination"), (), False, whole=True
+        )
+        balances = Stage("balance", self.by_balance, self._plan("balance"), (), False, whole=True)
+        if self.recipe.model is None:
+            return [reads_text, balances]
+        samples = [
+            Stage("room", self.by_room, self._plan_of_samples, (), False, whole=True),
+            Stage("pass rates", self.by_pass_rates, self._plan("band"), ("room",), False),
+        ]
+        if filters.guessable is not None:
+            samples.append(Stage("guesses", self.by_guesses, self._plan("guessable"), ("room",), False))
+        return [reads_text, *samples, balances]
+
+    def _plan(self, *names: str) -> Callable[[], Words]:
+        wanted = {name: getattr(self.recipe.filters, name) for name in names}
+        return lambda: {f"filter: {name}": told(rules) for name, rules in wanted.items() if rules is not None}
+
+    def _plan_of_samples(self) -> Words:
+        assert self.recipe.model is not None
+        file, rows = self.folder / PASS_RATES, self.asked.questions.rows
+        return {
+            "reward": told(self.recipe.reward),
+            "model": model_of(str(self.recipe.model.path)),
+            **sampling_of(self.recipe.sampling, rows, file, self.overwrite),
+        }
 
     # -- filters that read the text --------------------------------------------------------------------------------------
 
-    def by_text(self) -> None:
+    def by_text(self, at: At) -> None:
         filters, texts = self.recipe.filters, [text_of(row[self.shown]) for row in self.rows]
         if filters.kind is not None:
             kinds = [question_kind(text) for text in texts]
@@ -111,16 +150,10 @@ class Curation:
 
     # -- filters that ask the model --------------------------------------------------------------------------------------
 
-    def by_model(self, path: str) -> None:
-        sampler = self.sampler = ModelSampler(path, self.recipe.sampling)
-        self._fit_into_context(sampler)
-        with self.stop.held():
-            self._pass_rates(sampler)
-        if self.recipe.filters.guessable is not None:
-            with self.stop.held():
-                self._guesses(sampler)
-
-    def _fit_into_context(self, sampler: ModelSampler) -> None:
+    def by_room(self, at: At) -> None:
+        """Loads the model; prompts that leave no room for a completion in its context go."""
+        assert self.recipe.model is not None
+        sampler = self.sampler = ModelSampler(self.recipe.model.path or "", self.recipe.sampling)
         left, limit = self.selection.mask, sampler.context
         tokens = [sampler.prompt_tokens(row["prompt"]) if left[i] else None for i, row in enumerate(self.rows)]
         self.selection.score("prompt_tokens", tokens)
@@ -135,19 +168,12 @@ class Curation:
                 reasons=[f"{count} tokens" for count in tokens],
             )
 
-    def _pass_rates(self, sampler: ModelSampler) -> None:
-        settings, band = self.recipe.sampling, self.recipe.filters.band
+    def by_pass_rates(self, at: At) -> None:
+        sampler, settings, band = self.sampler, self.recipe.sampling, self.recipe.filters.band
+        assert sampler is not None
         left = [i for i, kept in enumerate(self.selection.mask) if kept]
-        measured = pass_rates(
-            [self.rows[i] for i in left],
-            self.stop.before_each(sampler.written),
-            self.reward,
-            settings.n_samples,
-            path=self.folder / "pass_rates.jsonl",
-            settings={**sampler.identity(), "reward": told(self.recipe.reward)},
-            batch_size=settings.problems_per_save,
-            rendered=sampler.rendered,
-        )
+        problems, file = [self.rows[i] for i in left], at.folder / PASS_RATES
+        measured = judged_samples(problems, sampler, self.reward, file, self.stop, {"reward": told(self.recipe.reward)})
         self._say_what_was_cut(measured)
         found = dict(zip(left, measured, strict=True))
         lengths = {i: self._lengths(sampler, rate) for i, rate in found.items()}
@@ -193,9 +219,10 @@ class Curation:
         ]
         return (fmean(tokens) if tokens else None), (fmean(right) if right else None)
 
-    def _guesses(self, sampler: ModelSampler) -> None:
-        rules = self.recipe.filters.guessable
+    def by_guesses(self, at: At) -> None:
+        rules, sampler = self.recipe.filters.guessable, self.sampler
         assert rules is not None
+        assert sampler is not None
 
         def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
             return sampler(prompts, n, max_new_tokens=rules.max_new_tokens, chat_template_kwargs=NO_THINKING)
@@ -206,7 +233,7 @@ class Curation:
             self.stop.before_each(briefly),
             self.reward,
             rules.tries,
-            path=self.folder / "guesses.jsonl",
+            path=at.folder / GUESSES,
             settings={**sampler.identity(), "max_new_tokens": rules.max_new_tokens, "reward": told(self.recipe.reward)},
             batch_size=self.recipe.sampling.problems_per_save,
             rendered=lambda prompt: sampler.rendered(prompt, NO_THINKING),
@@ -220,7 +247,7 @@ class Curation:
             {i: f"right in {rate.successes} of {rules.tries}" for i, rate in found.items()},
         )
 
-    def by_balance(self) -> None:
+    def by_balance(self, at: At) -> None:
         rules = self.recipe.filters.balance
         if rules is None:
             return

@@ -11,6 +11,7 @@ from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import is_local
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.in_words import count_of, settings_in_words, show, told
+from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.pipelines.train import resolve
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer, loading, lora_config, model_class
@@ -45,7 +46,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         ValueError: whatever ``train`` would refuse, as far as it can be known here.
     """
     recipe = numbers_read(recipe)
-    config = lab_config(recipe, **OF_THE_MACHINE)
+    config, resume = lab_config(recipe, **OF_THE_MACHINE), is_begun(recipe, overwrite, resume)
     return describe(recipe, resolve(recipe, config, overwrite, resume, here_only=True))
 
 

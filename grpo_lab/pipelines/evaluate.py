@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.pipelines.held_out import HeldOut, held_out_like
-from grpo_lab.pipelines.interruption import EXIT_INTERRUPTED, Kept, as_ctrl_c
-from grpo_lab.pipelines.one_writer import LOCK, OneWriter
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.recipe.yaml import parse_overrides
+from grpo_lab.runs.folder import LOCK, OneWriter
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
@@ -44,8 +43,8 @@ _TAKEN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `grpo-lab evaluate`. Those without a value given are not in the namespace."""
+    from grpo_lab.data.made import SPLITS
     from grpo_lab.data.prompts import TEMPLATES
-    from grpo_lab.data.word_problem_stories import SPLITS
 
     given: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("model", help="folder or hub name")
@@ -105,6 +104,7 @@ def run(known: argparse.Namespace) -> int:
 def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.pipelines.held_out import evaluate_saved_model
+    from grpo_lab.runs.stop import StoppedByUser, as_ctrl_c
 
     stopped = False
     with as_ctrl_c() as asked:
@@ -121,7 +121,7 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
         except EvaluationStopped as stop:
             result, stopped = stop.result, True
             if not result.outcomes:
-                return _ended(asked, Kept("nothing"))
+                return _ended(asked, StoppedByUser("nothing"))
         except KeyboardInterrupt as stop:
             return _ended(asked, stop)
     terminal_summary(None, result, title=title(known.model, plan))
@@ -131,15 +131,17 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
         where = (
             f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
         )
-        return _ended(asked, Kept(f"the {len(result.outcomes):,} answers that were there: {where}"))
+        return _ended(asked, StoppedByUser(f"the {len(result.outcomes):,} answers that were there: {where}"))
     return 0
 
 
 def _ended(asked: list[str], stop: KeyboardInterrupt) -> int:
     """The exit code of an evaluation that a signal ended; Ctrl-C is the command line's."""
+    from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser
+
     if not asked:
         raise stop
-    kept = stop.what if isinstance(stop, Kept) else "nothing"
+    kept = stop.what if isinstance(stop, StoppedByUser) else "nothing"
     print(f"grpo-lab: {asked[0]}: stopped; kept: {kept}", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -11,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import is_local
 from grpo_lab.recipe.rows import MADE
-from grpo_lab.recipe.sections import DataSection, RewardSection
+from grpo_lab.recipe.sections import DataSection, RewardSection, SamplingSettings
 from grpo_lab.rewards.schedules import Schedule
+from grpo_lab.stages.sample import problems_in
 
 
 def told(settings: Any) -> str:
@@ -50,6 +53,24 @@ def count_of(rows: Any, section: DataSection) -> str:
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
     return f"{'not loaded here' if count is None else f'{count:,}'} from {told(section)}"
+
+
+def model_of(path: str) -> str:
+    """A saved model, and when one that is not here will be."""
+    return path if is_local(path) else f"{path} (a hub name: loaded when sampling starts)"
+
+
+def sampling_of(settings: SamplingSettings, rows: Any, file: Path, overwrite: bool) -> dict[str, str]:
+    """What will be sampled, and what an earlier run has left of it in ``file``."""
+    each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
+    total = "" if rows is None else f", at most {settings.n_samples * len(rows):,} in all"
+    tokens = f"of at most {settings.max_completion_length} tokens each"
+    there = problems_in(file)
+    forgotten = " (--overwrite makes them anew)" if overwrite and there else ""
+    return {
+        "completions": f"{each}{total}, {tokens}; by {'vLLM' if settings.use_vllm else 'transformers'}",
+        "samples that are there": f"of {there:,} problems in {file}{forgotten}" if there else "none",
+    }
 
 
 def settings_in_words(training: Mapping[str, Any]) -> str:

@@ -1,23 +1,23 @@
-"""``--resume``: what may differ from the run that is gone on with, and the checkpoint that it goes on from."""
+"""A run that is gone on with: what may differ from it, and the checkpoint that it goes on from."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.evaluation.files import write_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.releases import other_releases
-from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import parsed
-from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
+from grpo_lab.runs.differences import Difference, refuse_other_rows
+from grpo_lab.runs.folder import read_marker
+from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.which import newest_read
 from grpo_lab.trainer.resume.whole import SAVING, step_of
 
@@ -50,62 +50,37 @@ SECTIONS_AFTER = ("evaluation", "eval_dataset", "model.expected")
 """Measured beside the training, not part of it."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One setting, as it was and as it is asked for now."""
-
-    name: str
-    old: Any
-    new: Any
-
-    @property
-    def allowed(self) -> bool:
-        flat = self.name.partition(".")[0]
-        return flat in CANNOT_CHANGE_THE_PAST or self.of(*SECTIONS_AFTER)
-
-    def of(self, *names: str) -> bool:
-        """Whether it is one of these settings, or inside one of these sections."""
-        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.old)} → {_shown(self.new)}"
+def may_differ(found: Difference) -> bool:
+    """Whether the setting cannot change what the run has done so far."""
+    return found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST or found.of(*SECTIONS_AFTER)
 
 
-def as_written(recipe: Recipe) -> dict[str, Any]:
-    """``recipe`` as ``recipe.yaml`` in its folder says it: plain values only."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
-    return plain
-
-
-def differences(folder: Path, recipe: Recipe) -> list[Difference] | None:
-    """What differs between the run in ``folder`` and ``recipe``; None where its ``recipe.yaml`` cannot be read."""
+def written_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run in ``folder``; None where its ``recipe.yaml`` cannot be read."""
     try:
         old = parsed((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
     except (OSError, ValueError):
         return None
-    if not isinstance(old, dict):
-        return None
-    before, now = dict(_flat(old)), dict(_flat(as_written(recipe)))
-    names = sorted({*before, *now})
-    changed = [Difference(name, before.get(name), now.get(name)) for name in names]
-    return [found for found in changed if found.old != found.new]
+    return old if isinstance(old, dict) else None
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name → value. Flat settings have no section; what is empty or unset does not appear."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            inside = f"{name}.{key}" if name else str(key)
-            yield from _flat(item, "" if inside == "arguments" else inside)
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for place, item in enumerate(value):
-            yield from _flat(item, f"{name}.{place}")
-    elif value is not None and value != []:
-        yield name.replace(".arguments.", "."), value
+def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
+    """A run that still has steps to train is gone on with on the same rows, by as many processes; nothing is written.
 
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else repr(value) if isinstance(value, str) else str(value)
+    Raises:
+        ValueError: what it had, and what it would get.
+    """
+    record = read_marker(folder / "run.json")
+    if 0 < max_steps <= (record.get("trained") or 0):
+        return  # only the evaluation is left
+    refuse_other_rows(folder, record.get("rows"), rows)
+    before = record.get("processes")
+    if before is not None and before != processes:
+        raise ValueError(
+            f"the run in {str(folder)!r} was trained by {before} process(es), and this is {processes}: its batches and random numbers "
+            f"would be others. Start {before} (`accelerate launch --num_processes {before}`), or choose another `--output_dir`; "
+            "trainer.train(resume_from_checkpoint=…) goes on with other batches, as TRL does"
+        )
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
@@ -151,7 +126,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
                 )
         elif "parameters" in record:  # written when the training began
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
-        due = newest is not None and (newest / EVALUATION_DUE).is_file()
+        due = newest is not None and "evaluation_due" in read_state(newest).entries
         cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest), due)
     return newest
 
@@ -172,7 +147,7 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     """
     if file.is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
+        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
 
 
 def _is_before(line: str, step: int, evaluation_due: bool) -> bool:

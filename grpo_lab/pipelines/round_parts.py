@@ -1,32 +1,35 @@
-"""The parts of a round (`rounds.py`): sample, select, train, evaluate; and of the start, train and evaluate."""
+"""The stages of a round (`rounds.py`): sample, select, train, evaluate; and of the start, train and evaluate."""
 
 from __future__ import annotations
 
 import gc
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.curation import Sampled, pass_rates
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.io import whole_folder
+from grpo_lab.curation import Sampled
+from grpo_lab.io import whole_folder, write_json_lines
+from grpo_lab.pipelines import rounds_plan as words
 from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import told
 from grpo_lab.pipelines.resume import cut_metrics
 from grpo_lab.pipelines.round_selection import questions_of, selected
-from grpo_lab.pipelines.rounds import MODEL, Make, Round
+from grpo_lab.pipelines.rounds import MODEL, Round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
 from grpo_lab.pipelines.run_folder import MetricsFile
-from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
-from grpo_lab.pipelines.stop_requests import StopRequests, identity_of
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.sections import ModelSection
+from grpo_lab.runs.stage import Stage
+from grpo_lab.runs.stop import StopRequests, identity_of
+from grpo_lab.stages.sample import judged_samples, trim_to_whole_batches
+from grpo_lab.stages.train import train_on, training_rows
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -45,23 +48,31 @@ class RoundParts:
         self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None, stop: StopRequests | None = None
     ) -> None:
         self.recipe, self.stop = recipe, stop or StopRequests(recipe.output_dir)
-        self.reward, self.cold_rows = asked.reward, cold_rows
-        self.rows = [dict(row) for row in asked.rows]
+        self.asked, self.cold_rows = asked, cold_rows
 
-    def around(self, part: str) -> AbstractContextManager[None]:
-        """A stop breaks no part off but the evaluation, which is made as a whole."""
-        return nullcontext() if part == "evaluate" else self.stop.held()
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.asked.rows]
 
-    def of_start(self) -> dict[str, Make]:
+    def of_start(self) -> list[Stage]:
         """The start model is made where the recipe makes one, and measured where it has held-out rows."""
         recipe = self.recipe
-        made: dict[str, Make] = {"train": self.begin} if recipe.model.path is None or recipe.cold_start else {}
+        made = [Stage("train", self.begin)] if recipe.model.path is None or recipe.cold_start else []
         measured = recipe.evaluation is not None and recipe.evaluation.before
-        return made | ({"evaluate": self.evaluate} if measured else {})
+        return made + ([Stage("evaluate", self.evaluate, whole=True)] if measured else [])
 
-    def of_round(self) -> dict[str, Make]:
-        named: dict[str, Make] = {"sample": self.sample, "select": self.select, "train": self.train}
-        return named | ({} if self.recipe.evaluation is None else {"evaluate": self.evaluate})
+    def of_round(self) -> list[Stage]:
+        recipe, asked = self.recipe, self.asked
+        count = None if asked.rows is None else len(asked.rows)
+        stages = [
+            Stage("sample", self.sample, lambda: {"1. sample": words.sample(recipe, count)}),
+            Stage("select", self.select, lambda: {"2. select": words.select(recipe)}, inputs=("sample",)),
+            Stage("train", self.train, lambda: {"3. train": words.train(recipe)}, inputs=("select",)),
+        ]
+        if recipe.evaluation is not None:
+            plan = lambda: {"4. evaluate": words.evaluation(recipe, asked.held_out)}  # noqa: E731
+            stages.append(Stage("evaluate", self.evaluate, plan, whole=True))
+        return stages
 
     def begin(self, at: Round) -> dict[str, Any]:
         """The start model: built from config, or loaded, and given its cold start."""
@@ -97,17 +108,9 @@ class RoundParts:
         numbers = {id(self.rows[row]): row for row in asked}
         problems = with_room([self.rows[row] for row in asked], sampler)
         trim_to_whole_batches(progress, settings.problems_per_save)
-        rates = pass_rates(
-            problems,
-            self.stop.before_each(sampler.written),
-            self.reward,
-            settings.n_samples,
-            path=progress,
-            settings={**sampler.identity(), "model": None, "reward": told(self.recipe.reward)},  # its files say which
-            batch_size=settings.problems_per_save,
-            label=f"round {at.number}: samples",
-            rendered=sampler.rendered,
-        )
+        said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
+        label = f"round {at.number}: samples"
+        rates = judged_samples(problems, sampler, self.asked.reward, progress, self.stop, said, label)
         found = [
             {
                 "row": numbers[id(problem)],
@@ -143,28 +146,27 @@ class RoundParts:
 
     def train(self, at: Round) -> dict[str, Any]:
         """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
-        from datasets import Dataset
-
         recipe = self.recipe
         base = recipe.base.path if recipe.base is not None else at.start
         begin = at.current if recipe.rounds.train_from == "last" else str(base)
         model, tokenizer = load_model(ModelSection(path=begin), recipe.sampling.seed)
-        columns = ("prompt", "completion") if recipe.method in IMITATE else ("prompt", "chosen", "rejected")
-        rows = [{name: row[name] for name in columns} for row in _lines(at.folder / ROWS)]
-        data = Dataset.from_list(rows)
+        rows = training_rows(recipe.method, _lines(at.folder / ROWS))
         seed = seed_of(recipe.sampling.seed, at.number, "train")
         arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
         counted = _Counted(at.folder / "metrics.jsonl")
         with self._trained(at, tokenizer, rows, [begin, arguments], counted) as (folder, training):
-            if recipe.method in IMITATE:
-                from grpo_lab.trainer.supervised.cold_start import supervised
-
-                supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
-            else:
-                self._prefer(at, model, tokenizer, data, folder, arguments, counted, training)
+            reference = self._reference(at)
+            train_on(recipe.method, model, tokenizer, rows, folder, arguments, training, [counted], reference)
         del model
         _free()
         return {"from": "base" if begin != at.current else "last", **counted.facts()}
+
+    def _reference(self, at: Round) -> Any:
+        """DPO's, where it is not the model that the round trains, as it begins."""
+        recipe = self.recipe
+        if recipe.method != "dpo" or recipe.pairs is None or recipe.pairs.reference != "base":
+            return None
+        return load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
 
     @contextmanager
     def _trained(
@@ -177,17 +179,6 @@ class RoundParts:
                 yield folder, training
                 _finish(folder, tokenizer)
         training.done()
-
-    def _prefer(
-        self, at: Round, model: Any, tokenizer: Any, data: Any, folder: Path, arguments: Any, counted: Any, train: Any
-    ) -> None:
-        from grpo_lab.trainer.supervised.preference import prefer
-
-        method: Any = self.recipe.method
-        reference = None
-        if method == "dpo" and self.recipe.pairs is not None and self.recipe.pairs.reference == "base":
-            reference, _ = load_model(ModelSection(path=at.start), self.recipe.sampling.seed)
-        prefer(method, model, tokenizer, data, folder, arguments, [counted], reference, train)
 
     def evaluate(self, at: Round) -> dict[str, Any]:
         """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs share."""

@@ -1,14 +1,11 @@
-"""`--dry-run` of `rounds`: every part of every round in words, with counts; nothing is sampled or written."""
+"""`--dry-run` of `rounds`: every stage of a round in words, with counts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_lab.pipelines.in_words import count_of, settings_in_words, told
-from grpo_lab.pipelines.plan import model_of
-from grpo_lab.pipelines.rounds import round_folder
+from grpo_lab.pipelines.in_words import count_of, model_of, settings_in_words, told
 from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
-from grpo_lab.pipelines.run_rounds import resolve
 
 _SAMENESS = {
     "equations": "the list of their equations (their words, where there is none)",
@@ -17,31 +14,7 @@ _SAMENESS = {
 }
 
 
-def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> dict[str, str]:
-    """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
-    asked, cold_rows = resolve(recipe, overwrite, here_only=True)
-    rows, rounds, held_out = asked.rows, recipe.rounds, _evaluation(recipe, asked.held_out)
-    times = (
-        "once"
-        if rounds.count == 1
-        else f"{rounds.count} times: sample, select, train" + (", evaluate" if held_out else "")
-    )
-    return {
-        "method": recipe.method,
-        "start model": _start(recipe, cold_rows),
-        "rows": count_of(rows, recipe.data),
-        "reward": told(recipe.reward),
-        "rounds": times,
-        "1. sample": _sample(recipe, None if rows is None else len(rows)),
-        "2. select": _select(recipe),
-        "3. train": _train(recipe),
-        **({"4. evaluate": held_out} if held_out else {}),
-        "done already": _done(recipe, overwrite),
-        "output folder": str(recipe.output_dir),
-    }
-
-
-def _start(recipe: RoundsRecipe, cold_rows: Any) -> str:
+def start(recipe: RoundsRecipe, cold_rows: Any) -> str:
     model = recipe.model.name if recipe.model.path is None else model_of(recipe.model.path)
     if recipe.cold_start is None:
         return model
@@ -49,7 +22,7 @@ def _start(recipe: RoundsRecipe, cold_rows: Any) -> str:
     return f"{model}, after a cold start on {count_of(cold_rows, section.data)}; {settings_in_words(section.arguments)}"
 
 
-def _sample(recipe: RoundsRecipe, rows: int | None) -> str:
+def sample(recipe: RoundsRecipe, rows: int | None) -> str:
     asked, sampling = recipe.rounds.questions, recipe.sampling
     number = rows if asked is None else asked
     which = "all questions" if asked is None else f"{asked:,} questions, other ones until all were asked"
@@ -63,7 +36,7 @@ def _sample(recipe: RoundsRecipe, rows: int | None) -> str:
     )
 
 
-def _select(recipe: RoundsRecipe) -> str:
+def select(recipe: RoundsRecipe) -> str:
     if recipe.method in IMITATE:
         keep = recipe.keep or KeepSettings()
         most = "all" if keep.per_problem is None else f"at most {keep.per_problem}"
@@ -75,7 +48,7 @@ def _select(recipe: RoundsRecipe) -> str:
     return f"pairs of a right and a wrong answer of one question, {most} a question; one answer for each of {_SAMENESS[pairs.distinct]}"
 
 
-def _train(recipe: RoundsRecipe) -> str:
+def train(recipe: RoundsRecipe) -> str:
     trainer = {"dpo": "DPOTrainer", "simpo": "CPOTrainer, loss_type simpo"}.get(recipe.method, "SFTTrainer")
     begin = "the model of the round before"
     if recipe.rounds.train_from == "base":
@@ -87,7 +60,7 @@ def _train(recipe: RoundsRecipe) -> str:
     return f"TRL's {trainer} from {begin}{reference}; {settings_in_words(recipe.training)}"
 
 
-def _evaluation(recipe: RoundsRecipe, held_out: Any) -> str:
+def evaluation(recipe: RoundsRecipe, held_out: Any) -> str:
     section = recipe.evaluation
     if section is None:
         return ""
@@ -95,12 +68,10 @@ def _evaluation(recipe: RoundsRecipe, held_out: Any) -> str:
     return f"{when} on {count_of(held_out, section.data)}, judged by {told(section.reward)}"
 
 
-def _done(recipe: RoundsRecipe, overwrite: bool) -> str:
-    """What an earlier run has left and this one goes on with."""
-    found = []
-    for number in range(recipe.rounds.count + 1):
-        folder = round_folder(recipe.output_dir, number)
-        done = [part for part in ("sample", "select", "train", "evaluate") if (folder / f"{part}.json").is_file()]
-        found += [f"{folder.name} ({', '.join(done)})"] if done else []
-    forgotten = " (--overwrite begins anew)" if overwrite and found else ""
-    return f"{', '.join(found)}{forgotten}" if found else "nothing"
+def done(recipe: RoundsRecipe) -> str:
+    """The rounds that an earlier run has left, and their stages; empty where there are none."""
+    folder, found = recipe.output_dir, []
+    for place in (folder / "start", *sorted(folder.glob("round-*"), key=lambda place: int(place.name[6:]))):
+        stages = [name for name in ("sample", "select", "train", "evaluate") if (place / f"{name}.json").is_file()]
+        found += [f"{place.name} ({', '.join(stages)})"] if stages else []
+    return ", ".join(found)

@@ -15,14 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation.files import write_json, write_text
-from grpo_lab.io import no_link
-from grpo_lab.pipelines.one_writer import check_writable, is_empty
-from grpo_lab.pipelines.resume import ADDRESS, LENGTH, Difference, as_written, check_length, differences
+from grpo_lab.io import no_link, write_whole_text
+from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
 from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import written
+from grpo_lab.runs.differences import Difference, plain_settings, refuse_other_settings
+from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole
 
 log = logging.getLogger(__name__)
@@ -36,71 +37,64 @@ def fingerprint(recipe: Recipe) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def claim(recipe: Recipe, overwrite: bool, resume: bool) -> Path:
-    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be resumed from.
-
-    A resumed run may differ in what cannot change its past (``CANNOT_CHANGE_THE_PAST``), and logs what differs.
+def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
+    """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every process asks here.
 
     Raises:
-        ValueError: the folder belongs to another run, or this run is there already and neither flag is given.
+        ValueError: ``overwrite`` and ``resume`` at once.
+    """
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume contradict each other; give one of them")
+    here = not overwrite and (recipe.output_dir / RUN).is_file()
+    return bool(gather_object([here])[0])  # the main process's answer
+
+
+def claim(recipe: Recipe, overwrite: bool) -> Path:
+    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be gone on with from.
+
+    What differs from an earlier run of it (``refuse_folder``) is logged.
     """
     folder = recipe.output_dir
-    marker = folder / "run.json"
-    changed = refuse_folder(recipe, overwrite, resume)
+    begun = not overwrite and (folder / RUN).is_file()
+    changed = refuse_folder(recipe, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
     if overwrite:
         _remove_earlier(recipe)
-    if overwrite or not marker.is_file():
+    if not begun:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif any(found.of(*LENGTH, "evaluation") for found in changed):
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", written(as_written(recipe)))
+    write_whole_text(folder / "recipe.yaml", written(plain_settings(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder
 
 
-def refuse_folder(recipe: Recipe, overwrite: bool, resume: bool) -> list[Difference]:
-    """What differs from the run in the output folder, where that may differ; nothing is written.
+def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
+    """What differs from the run in the output folder, all of it what cannot change its past; nothing is written.
 
     Raises:
-        ValueError: as ``claim``, and where the run to resume is beyond ``max_steps`` already.
+        ValueError: the folder holds something else, or a run of another recipe, or one that is beyond ``max_steps`` already.
     """
     folder = recipe.output_dir
-    marker = folder / "run.json"
-    if overwrite and resume:
-        raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    check_writable(folder)
-    if marker.is_file() and not overwrite:
-        changed = _changed(recipe, read_marker(marker), resume)
-        check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
-        return changed
-    if folder.is_dir() and not is_empty(folder) and not marker.is_file() and not overwrite:
+    if overwrite:
+        check_writable(folder)
+        return []
+    found = record_of(folder, None)
+    if not found:
+        return []
+    then = written_settings(folder)
+    if then is None and found.get("fingerprint") != fingerprint(recipe):
         raise ValueError(
-            f"`output_dir` {str(folder)!r} exists, is not empty and is no run of ours; choose another, or --overwrite"
+            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be read); choose "
+            "another `--output_dir`, or give --overwrite"
         )
-    return []
-
-
-def _changed(recipe: Recipe, found: dict[str, Any], resume: bool) -> list[Difference]:
-    """What differs from the run in the folder, where that may differ. ValueError otherwise."""
-    folder = recipe.output_dir
-    changed = differences(folder, recipe)
-    same = found.get("fingerprint") == fingerprint(recipe)
-    refused = [] if same else [str(one) for one in changed or () if not one.allowed]
-    if refused or (changed is None and not same):
-        named = f": {'; '.join(refused)}. A resumed run cannot have these" if refused and resume else ""
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, other settings{named}); choose another "
-            "`--output_dir`, or give --overwrite"
-        )
-    if not resume:
-        raise ValueError(f"`output_dir` {str(folder)!r} holds this run already; give --resume or --overwrite")
-    return changed or []
+    changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
+    check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
+    return changed
 
 
 def _reopen(folder: Path, longer: bool) -> None:
@@ -125,25 +119,19 @@ def _remove_earlier(recipe: Recipe) -> None:
             shutil.rmtree(stale, ignore_errors=True)
 
 
-def write_run(folder: Path, summary: dict[str, Any]) -> None:
-    """``run.json``: what was run, and how far it has come."""
-    write_json(folder / "run.json", summary)
-
-
-def read_marker(file: Path) -> dict[str, Any]:
-    """What marks a folder as ours; empty where there is no such file. ValueError for a damaged one."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another `--output_dir` "
-            "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
-    return found
+def kept(recipe: Recipe) -> str:
+    """What is there after Ctrl-C."""
+    folder = recipe.output_dir
+    if not (folder / "run.json").is_file():
+        return "nothing"
+    steps = sorted(int(p.name.rpartition("-")[2]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit())
+    found = [
+        f"checkpoint-{steps[-1]}" if steps else "no checkpoint",
+        *(["cold_start"] if (folder / "cold_start" / "config.json").is_file() else []),
+        *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
+        *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
+    ]
+    return f"{', '.join(found)} in {folder} (the same command goes on)"
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]

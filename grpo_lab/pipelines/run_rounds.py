@@ -7,10 +7,9 @@ was killed, and with a finished one when `rounds.count` is larger.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,24 @@ from rich import box
 from rich.table import Table
 
 from grpo_lab.evaluation import write_report
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.evaluation.rounds_page import rounds_table
+from grpo_lab.evaluation.run_page import rounds_table
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.io import check_place, is_local
-from grpo_lab.pipelines.one_writer import OneWriter, check_writable, is_empty
+from grpo_lab.io import check_place, is_local, write_json_lines
+from grpo_lab.pipelines import rounds_plan as words
+from grpo_lab.pipelines.in_words import count_of, told
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.round_parts import RoundParts
 from grpo_lab.pipelines.round_selection import check_rows
-from grpo_lab.pipelines.rounds import MODEL, Round, carry_out, read_facts, round_folder, rounds
+from grpo_lab.pipelines.rounds import MODEL, Round, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
-from grpo_lab.pipelines.run_folder import read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
-from grpo_lab.pipelines.stop_requests import STOP_SETTINGS, StopRequests
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.models import model_files
+from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_other_settings, rows_fingerprint
+from grpo_lab.runs.folder import read_marker, record_of, write_run
+from grpo_lab.runs.stage import Words, carry_out, plan_of, read_facts, working
+from grpo_lab.runs.stop import STOP_SETTINGS
 from grpo_lab.trainer.supervised.cold_start import check_cold_start
 from grpo_lab.trainer.supervised.preference import check_training
 
@@ -61,11 +61,33 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
         Interrupted: asked to stop; what is done is kept, and the same call goes on.
     """
     asked, cold_rows = resolve(recipe, overwrite)
-    stop = StopRequests(recipe.output_dir, recipe.max_hours, recipe.stop_file)
-    work = RoundParts(recipe, asked, cold_rows, stop)
-    with OneWriter(recipe.output_dir).take(), stop:
-        stop.heed_waiting(new=not check_folder(recipe, overwrite))
+    new = overwrite or not check_folder(recipe, overwrite)
+    with working(recipe, new) as stop:
+        work = RoundParts(recipe, asked, cold_rows, stop)
         return _carried_out(recipe, overwrite, work, rows_fingerprint(asked.rows))
+
+
+def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
+    """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
+    asked, cold_rows = resolve(recipe, overwrite, here_only=True)
+    stages, count = RoundParts(recipe, asked, cold_rows).of_round(), recipe.rounds.count
+    names, done = ", ".join(stage.name for stage in stages), words.done(recipe)
+    return {
+        "method": recipe.method,
+        "start model": words.start(recipe, cold_rows),
+        "rows": count_of(asked.rows, recipe.data),
+        "reward": told(recipe.reward),
+        "rounds": "once" if count == 1 else f"{count} times: {names}",
+        **plan_of(stages),
+        "done already": f"{done}{' (--overwrite begins anew)' if overwrite else ''}" if done else "nothing",
+        "output folder": str(recipe.output_dir),
+    }
+
+
+def kept(recipe: RoundsRecipe) -> str:
+    """What is there after Ctrl-C."""
+    done = words.done(recipe)
+    return f"{done} in {recipe.output_dir} (the same command goes on)" if done else "no part of a round yet"
 
 
 def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
@@ -95,10 +117,12 @@ def _carried_out(recipe: RoundsRecipe, overwrite: bool, work: RoundParts, rows: 
         if not (folder / "report.html").is_file():  # killed before it
             write_report(folder)
         return RoundsDone(folder, _lines(folder, recipe.rounds.count))
-    start = Round(0, round_folder(folder, 0), str(recipe.model.path or ""), str(recipe.model.path or ""))
-    carry_out(work.of_start(), start, _Told(recipe), work.around)
+    first = str(recipe.model.path or "")
+    start = Round(folder=round_folder(folder, 0), number=0, current=first, start=first)
+    report = _Report(recipe)
+    carry_out(work.of_start(), start, work.stop, report)
     lines = _lines(folder, 0)
-    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), _Told(recipe), work.around):
+    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), work.stop, report):
         lines = _lines(folder, done.number)
         write_json_lines(folder / "rounds.jsonl", lines)
         if not recipe.keep_models and done.number > 1:
@@ -122,45 +146,24 @@ def check_settings(recipe: RoundsRecipe) -> None:
 
 def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or rounds of another recipe."""
-    folder, name = recipe.output_dir, f"`output_dir` {str(recipe.output_dir)!r}"
-    check_writable(folder)
-    found = read_marker(folder / "run.json")
-    if found.get("pipeline") != PIPELINE:
-        if folder.is_dir() and not is_empty(folder):
-            raise ValueError(f"{name} holds something else; choose another `--output_dir`")
+    found = record_of(recipe.output_dir, PIPELINE)
+    if overwrite or not found:
         return {}
-    if overwrite:
-        return {}
-    then, now = _by_name(found.get("recipe", {})), _by_name(settings_of(recipe))
-    if other := sorted(key for key in {**then, **now} if then.get(key) != now.get(key)):
-        said = "; ".join(f"`{key}` was {_short(then.get(key))} and is {_short(now.get(key))}" for key in other)
-        raise ValueError(f"{name} holds a run with other settings: {said}. Choose another, or give --overwrite")
+    refuse_other_settings(recipe.output_dir, found.get("recipe", {}), settings_of(recipe))
     if recipe.rounds.count < found.get("count", 0):
         raise ValueError(
-            f"`rounds.count` is {recipe.rounds.count} and {name} has a run of {found['count']}; it can only grow"
+            f"`rounds.count` is {recipe.rounds.count} and `output_dir` {str(recipe.output_dir)!r} has a run of "
+            f"{found['count']}; it can only grow"
         )
     return found
 
 
 def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
     """What the files of the rounds depend on, as JSON gives it back; a local start model by its content, too."""
-    said = {name: value for name, value in asdict(recipe).items() if name not in MAY_CHANGE}
+    said = {name: value for name, value in plain_settings(recipe).items() if name not in MAY_CHANGE}
     said["rounds"] = {name: value for name, value in said["rounds"].items() if name != "count"}
-    local = {s.path for s in (recipe.model, recipe.base) if s is not None and is_local(s.path)}
-    said["model_files"] = {str(path): model_files(str(path)) for path in sorted(map(str, local))}
-    plain: dict[str, Any] = json.loads(json.dumps(said, default=str))
-    return plain
-
-
-def _by_name(settings: dict[str, Any]) -> dict[str, Any]:
-    """As a recipe names them: `rounds.questions`, and what stands beside the sections without one (`n_samples`)."""
-    named: dict[str, Any] = {}
-    for section, value in settings.items():
-        fields = value if isinstance(value, dict) else {"": value}
-        named |= {
-            name if section == "sampling" else f"{section}.{name}".rstrip("."): one for name, one in fields.items()
-        }
-    return named
+    local = {str(s.path) for s in (recipe.model, recipe.base) if s is not None and is_local(s.path)}
+    return {**said, "model_files": {path: model_files(path) for path in sorted(local)}}
 
 
 def _claim(recipe: RoundsRecipe, overwrite: bool, rows: Any) -> Path:
@@ -187,8 +190,8 @@ def _claim(recipe: RoundsRecipe, overwrite: bool, rows: Any) -> Path:
     return folder
 
 
-class _Told:
-    """One rule on the terminal for each part, and its seconds in `run.json`."""
+class _Report:
+    """One rule on the terminal for each stage, and its seconds in `run.json`."""
 
     def __init__(self, recipe: RoundsRecipe) -> None:
         self.recipe = recipe
@@ -232,8 +235,3 @@ def _show(recipe: RoundsRecipe, lines: list[dict[str, Any]]) -> None:
     for row in found.rows:
         table.add_row(*map(str, row))
     console.print(table)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:117]}…"

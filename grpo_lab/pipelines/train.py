@@ -16,15 +16,15 @@ from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import rewards_in_force
-from grpo_lab.pipelines.interruption import Interrupted, Termination, heed_stop_file
-from grpo_lab.pipelines.one_writer import OneWriter
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import going_on
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, read_marker, refuse_folder, write_run
-from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
+from grpo_lab.pipelines.resume import going_on, refuse_another_run
+from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, is_begun, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import Recipe
+from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.stop import Interrupted, asked_by_signals, ended_by_signals, heed_stop_file
 from grpo_lab.trainer.resume.whole import broken_weights
 
 console = Terminal()
@@ -41,7 +41,8 @@ class TrainingOutcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> TrainingOutcome:
-    """Run ``recipe`` from beginning to end. Every process calls this; the main one evaluates and writes.
+    """Run ``recipe`` from beginning to end, or go on with it where its folder has begun (``resume`` or not). Every process calls this;
+    the main one evaluates and writes.
 
     Raises:
         ValueError: a setting that cannot be, or a folder that is not this run's.
@@ -49,17 +50,18 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
     """
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
-    with Termination(recipe.output_dir, config) as termination, OneWriter(recipe.output_dir) as writer:
+    resume = is_begun(recipe, overwrite, resume)
+    with ended_by_signals(recipe.output_dir, config), OneWriter(recipe.output_dir) as writer:
         job = resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
         state = PartialState()
         if state.is_main_process:
             if resume:
                 refuse_another_run(job.folder, job.rows, state.num_processes, config.max_steps)
             writer.take()
-            claim(recipe, overwrite, resume)
+            claim(recipe, overwrite)
         state.wait_for_everyone()
         job.facts["fingerprint"] = fingerprint(recipe)
-        return _stages(job, resume, termination)
+        return _stages(job, resume)
 
 
 def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_only: bool = False) -> Job:
@@ -69,7 +71,7 @@ def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_onl
         ValueError: what cannot be loaded, built or trained, or an output folder that is not this run's.
     """
     if int(os.environ.get("RANK", "0")) == 0:  # the others may find what it has written
-        refuse_folder(recipe, overwrite, resume)
+        refuse_folder(recipe, overwrite)
     return Job.resolve(recipe, config, here_only, cold_start=not (resume and start_is_whole(recipe.output_dir)))
 
 
@@ -79,7 +81,7 @@ def start_is_whole(folder: Path) -> bool:
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
-def _stages(job: Job, resume: bool, termination: Termination) -> TrainingOutcome:
+def _stages(job: Job, resume: bool) -> TrainingOutcome:
     state, config, folder = PartialState(), job.config, job.folder
     record = read_marker(folder / "run.json")
     if resume and record.get("finished"):
@@ -94,7 +96,7 @@ def _stages(job: Job, resume: bool, termination: Termination) -> TrainingOutcome
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        record = _reinforce(job, start, checkpoint, seconds, termination)
+        record = _reinforce(job, start, checkpoint, seconds)
     if not state.is_main_process:
         return TrainingOutcome(folder, None, None, None)
     after = _evaluate(job, str(folder), seconds, "after")
@@ -145,9 +147,7 @@ def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
     return str(start)
 
 
-def _reinforce(
-    job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float], termination: Termination
-) -> dict[str, Any]:
+def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> dict[str, Any]:
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks.places import at
     from grpo_lab.trainer.resume.checkpoint import save_final
@@ -163,7 +163,7 @@ def _reinforce(
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
-    termination.ask(trainer)
+    asked_by_signals(trainer)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
     except KeyboardInterrupt:

@@ -62,10 +62,7 @@ VOLATILE = (
     rb"\d{4}-\d\d-\d\d \d\d:\d\d UTC",
 )
 """Of ``run.json``, ``curation.json``, ``summary.json`` and the pages."""
-ENDED = (
-    "holds a finished run; choose another, or give --overwrite",
-    "holds an evaluation already; choose another, or give --overwrite",
-)
+ENDED = ("holds an evaluation already; choose another, or give --overwrite",)
 MOST = 3
 LONGEST = 600.0
 

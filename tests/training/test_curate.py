@@ -187,7 +187,7 @@ def test_mistakes_are_named(tiny_folder: Path, tmp_path: Path, changes: dict[str
 def test_a_folder_of_somebody_else_is_left_alone(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match="is no curation"):
+    with pytest.raises(ValueError, match="holds something else"):
         curate(recipe(tmp_path, tiny_folder), overwrite=True)
 
 

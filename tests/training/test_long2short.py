@@ -15,12 +15,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.finite import NumbersError
 from grpo_lab.pipelines import long2short as pipeline
-from grpo_lab.pipelines.interruption import Interrupted
 from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.stop import Interrupted
 from grpo_lab.trainer.supervised.cold_start import supervised
 from grpo_lab.trainer.supervised.preference import prefer
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
@@ -55,7 +56,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_four_ways_leave_a_model_and_both_evaluations(tiny_folder: Path, tmp_path: Path) -> None:
+def test_four_ways_leave_a_model_and_both_evaluations(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start = weights(tiny_folder)
     for method in ("shortest_sft", "dpo", "simpo"):
         done = long2short(recipe(tmp_path, tiny_folder, method))
@@ -84,8 +87,16 @@ def test_four_ways_leave_a_model_and_both_evaluations(tiny_folder: Path, tmp_pat
         gap = (value - 0.75 * start[name] - 0.25 * weights(sft)[name]).abs().max().item()
         swapped.append(gap / (6 * U * value.abs().max().item()))
     assert max(swapped) > 100, "alpha for 1 − alpha must be seen"
-    with pytest.raises(ValueError, match="holds a finished run"):
-        long2short(recipe(tmp_path, tiny_folder, "shortest_sft"))
+    made = (sft / "model.safetensors").stat()
+    again = long2short(recipe(tmp_path, tiny_folder, "shortest_sft"))
+    assert "is finished: nothing to do" in capsys.readouterr().out
+    assert (again.rows, again.after) == (
+        len((sft / "rows.jsonl").read_text().splitlines()),
+        EvaluationResult.read(sft / "evaluation" / "after"),
+    )
+    assert (sft / "model.safetensors").stat() == made
+    with pytest.raises(ValueError, match=r"holds a run with other settings: temperature: 1\.0 → 0\.5\. Choose"):
+        long2short(recipe(tmp_path, tiny_folder, "shortest_sft", temperature=0.5))
 
 
 class Logs(TrainerCallback):  # type: ignore[misc]

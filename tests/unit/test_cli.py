@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from grpo_lab import __version__
-from grpo_lab.cli import main
+from grpo_lab.cli import COMMANDS, main
 from grpo_lab.engines.sampler import GenerationStopped
 from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
@@ -121,7 +121,7 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
             ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
             "`filters.contamination.against.0` (loader 'word_problems'): `split` is 'heldout'. Allowed: [",
         ),
-        (["--output_dir", str(RECIPES)], "is not empty and is no curation"),
+        (["--output_dir", str(RECIPES)], "holds something else"),
     ],
 )
 def test_dry_run_of_curate_finds_what_would_stop_it(
@@ -246,19 +246,20 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
 
-    def stopped(*_: Any) -> int:
+    def stopped(*_: Any, **flags: Any) -> int:
         raise GenerationStopped(
             []
         )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
 
-    monkeypatch.setattr("grpo_lab.cli._run", stopped)
+    monkeypatch.setattr(f"grpo_lab.{COMMANDS[words[0]].run.replace(':', '.')}", stopped)
+    monkeypatch.setattr("grpo_lab.pipelines.dry_run.plan_of_training", stopped)
     arguments = [str(out)] if words == ["report"] else ["--config", config]
     assert main([*words, *arguments]) == 130
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
     assert "\n" not in said
     if words == ["train"]:
-        assert said.endswith(f"in {out} (the same command with --resume goes on)")
+        assert said.endswith(f"in {out} (the same command goes on)")
         assert main([*words, *arguments, "--dry-run"]) == 130
         assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
     monkeypatch.setenv("RANK", "1")  # one line a run, not one a process

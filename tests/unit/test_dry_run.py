@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
         "`cold_start.lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
-    "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* exists, is not empty and is no run of ours"),
+    "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* holds something else; choose another"),
     "an environment's argument": (
         {"environment_factory": {"name": "unit.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no setting 'sise'; did you mean 'size'"),
     "a reward without what it needs": ({"rewards": ["token_classification_steps"]}, "needs `model`, and has none"),

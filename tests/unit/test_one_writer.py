@@ -15,22 +15,21 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.engines.vllm.restart import Restart
 from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.one_writer import LOCK, FolderGone, OneWriter, is_empty
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder, write_run
-from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder
 from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.runs.folder import LOCK, FolderGone, OneWriter, is_empty, write_run
+from grpo_lab.stages.sample import trim_to_whole_batches
 
 HOLDS = """
 import sys
 from pathlib import Path
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.one_writer import OneWriter
+from grpo_lab.runs.folder import OneWriter
 with OneWriter(Path(sys.argv[1])).take():
     print("has it", flush=True)
     sys.stdin.read()
@@ -99,14 +98,10 @@ def cut(folder: Path) -> None:
     trim_to_whole_batches(folder / "samples.jsonl", 4)
 
 
-def start_a_server(folder: Path) -> None:
-    Restart("true", folder / "server.log").start()
-
-
 @pytest.mark.parametrize(
     ("name", "write", "refused"),
     [
-        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True), ("server.log", start_a_server, True),
+        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True),
         ("run.json.part", lambda folder: write_run(folder, {}), False),
     ],
 )  # fmt: skip

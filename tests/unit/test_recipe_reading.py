@@ -14,17 +14,17 @@ import pytest
 
 from grpo_lab.cli import _parser, main
 from grpo_lab.pipelines import long2short, run_rounds
-from grpo_lab.pipelines.curation_filters import Curation
+from grpo_lab.pipelines.curation_filters import Asked
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_other_rows, rows_fingerprint
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, RewardSection, SamplingSettings, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml, written
+from grpo_lab.runs.differences import refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.folder import read_marker, write_run
 
 GOOD: dict[str, Any] = {
     "model": {"tiny": {}},
@@ -257,7 +257,7 @@ def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
 def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
     written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
     with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
-        Curation(curation_recipe_from(written), tmp_path)
+        Asked.by(curation_recipe_from(written))
 
 
 @pytest.mark.parametrize(
@@ -387,21 +387,15 @@ def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path:
     before = rows_fingerprint(asked.rows)
     changed = asked.rows.map(lambda row: {"solution": row["solution"] + "0"})
     (tmp_path / "out").mkdir()
-    if command == "rounds":
-        write_run(tmp_path / "out", {"pipeline": "rounds", "recipe": run_rounds.settings_of(recipe), "rows": before})
+    settings = (long2short if command == "long2short" else run_rounds).settings_of(recipe)
+    said = {"pipeline": command, "recipe": settings, "data_digest" if command == "long2short" else "rows": before}
+    write_run(tmp_path / "out", said)
+    resolve(recipe, overwrite=False)
+    refuse: Any = pytest.raises(ValueError, match=r"the data of the run in .* has changed since: 3 rows")
+    with refuse:
+        refuse_other_rows(tmp_path / "out", before, changed)
+    (tmp_path / f"{team}.py").write_text(TEAM.replace("str(i + 1)", "str(i)"))
+    importlib.reload(sys.modules[team])
+    with refuse:
         resolve(recipe, overwrite=False)
-        refuse: Any = pytest.raises(ValueError, match=r"the data of the run in .* has changed since: 3 rows")
-        with refuse:
-            refuse_other_rows(tmp_path / "out", before, changed)
-        (tmp_path / f"{team}.py").write_text(TEAM.replace("str(i + 1)", "str(i)"))
-        importlib.reload(sys.modules[team])
-        with refuse:
-            resolve(recipe, overwrite=False)
-        resolve(recipe, overwrite=True)
-        return
-    marked = {"pipeline": "long2short", "fingerprint": long2short.fingerprint(recipe), "rows": 2, "trained": True}
-    write_run(tmp_path / "out", {**marked, "data_digest": before})
-    assert long2short._done_before(recipe, False, before)["trained"] == 2
-    assert long2short._done_before(recipe, False, rows_fingerprint(changed))["trained"] is None
-    write_run(tmp_path / "out", marked)  # of an earlier release, which did not write it down
-    assert long2short._done_before(recipe, False, before)["trained"] == 2
+    resolve(recipe, overwrite=True)

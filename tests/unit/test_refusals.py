@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.cli import main
-from grpo_lab.pipelines.one_writer import OneWriter
+from grpo_lab.runs.folder import OneWriter
 
 ROWS = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
 SAMPLED = {"data": ROWS, "n_samples": 2, "max_completion_length": 8, "use_cpu": True}
@@ -38,7 +38,7 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (ALL, ["--output_dir", "TMP/file"], r"`output_dir` .*/file' cannot be written: .*/file: that is no folder; choose another"),
     (ALL, ["--output_dir", "/proc/1/x"], r"`output_dir` '/proc/1/x' cannot be written: /proc/1: nothing may be written there"),
     (ALL, ["--output_dir", ""], "`output_dir` is empty; name a folder, or leave it out"),
-    (ALL, ["--output_dir", "TMP/other"], "is no run of ours|is no curation|holds something else"),
+    (ALL, ["--output_dir", "TMP/other"], "is no run of ours|holds something else"),
     # rows and rewards
     (ALL, ["--data.n", "0"], r"`data` \(loader 'word_problems'\): n is 0; at least 1"),
     (ALL, ["--data.limt", "3"], r"`data` .* has no setting 'limt'; did you mean 'limit'\? Allowed: \["),

@@ -20,14 +20,15 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.interruption import Interrupted, heed_stop_file
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import cut_metrics, going_on, set_aside
-from grpo_lab.pipelines.run_folder import claim, read_marker, write_run
-from grpo_lab.pipelines.same_run import refuse_another_run, rows_fingerprint
+from grpo_lab.pipelines.resume import cut_metrics, going_on, refuse_another_run, set_aside
+from grpo_lab.pipelines.run_folder import claim, is_begun
 from grpo_lab.pipelines.train import _before, train
 from grpo_lab.recipe.sections import Recipe, recipe_from
-from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
+from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.folder import read_marker, write_run
+from grpo_lab.runs.stop import Interrupted, heed_stop_file
+from grpo_lab.trainer.resume.state import STATE, write_state
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken
 
 WRITTEN: dict[str, Any] = {
@@ -80,7 +81,7 @@ def test_other_releases_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_stop_file_that_waits_for_a_resumed_run_is_heeded_once(tmp_path: Path) -> None:
-    """Put there while the job stood in a queue: no step is made; the next ``--resume`` goes on."""
+    """Put there while the job stood in a queue: no step is made; the next start goes on."""
     file, config = tmp_path / "STOP", SimpleNamespace(stop_file=None, output_dir=str(tmp_path))
     heed_stop_file(config, tmp_path)
     file.touch()
@@ -129,11 +130,11 @@ def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, mo
 def test_what_cannot_change_the_past_may_differ_and_is_listed(
     changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    claim(given(tmp_path / "o"), overwrite=False, resume=False)
-    claim(given(tmp_path / "o", **changes), overwrite=False, resume=True)
+    claim(given(tmp_path / "o"), overwrite=False)
+    claim(given(tmp_path / "o", **changes), overwrite=False)
     assert f"resumed with another setting: {said}" in caplog.text
     caplog.clear()
-    claim(given(tmp_path / "o", **changes), overwrite=False, resume=True)  # is now this run's
+    claim(given(tmp_path / "o", **changes), overwrite=False)  # is now this run's
     assert not caplog.text
 
 
@@ -151,45 +152,45 @@ def test_what_cannot_change_the_past_may_differ_and_is_listed(
     ],
 )
 def test_the_rest_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    claim(given(tmp_path / "o"), overwrite=False)
     with pytest.raises(ValueError, match="other settings") as caught:
-        claim(given(tmp_path / "o", max_steps=8, **changes), overwrite=False, resume=True)
+        claim(given(tmp_path / "o", max_steps=8, **changes), overwrite=False)
     assert said in str(caught.value)
     assert "max_steps" not in str(caught.value), "only what is refused is named"
 
 
 def test_a_finished_run_is_opened_again_by_a_longer_one_only(tmp_path: Path) -> None:
-    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    folder = claim(given(tmp_path / "o"), overwrite=False)
     write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
-    claim(given(folder, logging_steps=2), overwrite=False, resume=True)
+    claim(given(folder, logging_steps=2), overwrite=False)
     assert read_marker(folder / "run.json")["finished"] is True
     with pytest.raises(ValueError, match="trained run without a checkpoint"):
-        claim(given(folder, max_steps=8), overwrite=False, resume=True)
+        claim(given(folder, max_steps=8), overwrite=False)
     save(folder, 4)
-    claim(given(folder, max_steps=8), overwrite=False, resume=True)
+    claim(given(folder, max_steps=8), overwrite=False)
     assert read_marker(folder / "run.json")["finished"] is False
     assert "trained" not in read_marker(folder / "run.json")
 
 
 def test_overwrite_and_resume_contradict(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contradict"):
-        claim(given(tmp_path / "o"), overwrite=True, resume=True)
+        is_begun(given(tmp_path / "o"), overwrite=True, resume=True)
 
 
 def test_another_evaluation_is_made_anew(tmp_path: Path) -> None:
-    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    folder = claim(given(tmp_path / "o"), overwrite=False)
     (folder / "evaluation" / "before").mkdir(parents=True)
-    claim(given(folder, max_steps=9), overwrite=False, resume=True)
+    claim(given(folder, max_steps=9), overwrite=False)
     assert (folder / "evaluation" / "before").is_dir()
-    claim(given(folder, max_steps=9, evaluation={"data": {"loader": "math"}}), overwrite=False, resume=True)
+    claim(given(folder, max_steps=9, evaluation={"data": {"loader": "math"}}), overwrite=False)
     assert not (folder / "evaluation").exists()
 
 
 def test_overwrite_leaves_no_evaluation_of_the_run_before(tmp_path: Path) -> None:
     """A resume, or a report of the run that was killed next, took it for its own."""
-    folder = claim(given(tmp_path / "o"), overwrite=False, resume=False)
+    folder = claim(given(tmp_path / "o"), overwrite=False)
     (folder / "evaluation" / "after").mkdir(parents=True)
-    claim(given(folder, learning_rate=2e-3), overwrite=True, resume=False)
+    claim(given(folder, learning_rate=2e-3), overwrite=True)
     assert not (folder / "evaluation").exists()
 
 
@@ -249,6 +250,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a shard is missing": lambda place: (place / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}})
     ),
+    "a record that is cut": lambda place: (place / STATE).write_text('{"version": 1, "ent'),
     "marked by transformers": lambda place: (place / "checkpoint-is-incomplete.txt").write_text("…"),
     "empty folder": lambda place: [file.unlink() for file in place.iterdir()],
     "no optimizer": lambda place: (place / "optimizer.pt").unlink(),
@@ -344,15 +346,15 @@ def test_a_checkpoint_without_an_optimizer_is_whole_where_only_the_model_was_sav
 
 
 def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
-    """Shards of FSDP have no list of their own. A text edited by hand, a file more, and the one that docs/resume.md lets go are fine."""
+    """Shards of FSDP have no list of their own. A text edited by hand and a file more are fine."""
     place = save(tmp_path, 3)
     shard = place / "optimizer_0" / "__1_0.distcp"
     shard.parent.mkdir()
     shard.write_bytes(b"0" * 100)
-    (place / "grpo_lab_generation.json").write_text("{}")
+    write_state(place, {"kl": {"coefficient": 0.1}})
     (place / MARK).write_text(json.dumps(mark_of(place, 3)))
     assert what_is_broken(place) is None
-    (place / "grpo_lab_generation.json").unlink()
+    write_state(place, {})
     (place / "trainer_state.json").write_text('{"global_step": 3}')
     (place / "notes.txt").write_text("of the team's")
     assert what_is_broken(place) is None
@@ -394,12 +396,12 @@ def read_only(**_: Any) -> None:
 def test_an_output_folder_that_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"`output_dir` .*cannot be written: .*file: that is no folder"):
-        claim(given(tmp_path / "file" / "o"), overwrite=False, resume=False)
+        claim(given(tmp_path / "file" / "o"), overwrite=False)
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)  # root may write everywhere
     with pytest.raises(
         ValueError, match=r"cannot be written: .*nothing may be written there \(read-only\); choose another"
     ):
-        claim(given(tmp_path / "o"), overwrite=False, resume=False)
+        claim(given(tmp_path / "o"), overwrite=False)
     assert not (tmp_path / "o").exists()
 
 
@@ -420,7 +422,7 @@ def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> 
     lines = [json.dumps(row) + "\n" for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})]  # fmt: skip
     for due, left in ((False, 3), (True, 2)):
         if due:
-            (place / EVALUATION_DUE).write_text("{}")
+            write_state(place, {"evaluation_due": {"step": 2}})
         file.write_text("".join(lines))
         going_on(tmp_path, 9, {}, Console(quiet=True))
         assert file.read_text() == "".join(lines[:left])
@@ -444,7 +446,7 @@ def test_a_mistake_leaves_the_run_in_the_folder_as_it_was(
     """It was claimed first: the finished run was open again, its evaluations, with `--overwrite` its checkpoints, were gone."""
     rows = {"loader": "word_problems", "n": 4}
     written = {"data": rows, "evaluation": {"data": rows}, "bf16": False, "use_cpu": True}
-    folder = claim(given(tmp_path / "o", **written), overwrite=False, resume=False)
+    folder = claim(given(tmp_path / "o", **written), overwrite=False)
     write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
     save(folder, 4)
     (folder / "evaluation" / "before").mkdir(parents=True)

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.evaluation.files import write_json, write_json_lines
-from grpo_lab.evaluation.rounds_page import figures, rounds_page, rounds_table
+from grpo_lab.evaluation.run_page import rounds_figures as figures
+from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
-from grpo_lab.pipelines.rounds import Round, carry_out, read_facts, rounds
-from grpo_lab.pipelines.rounds_plan import plan_of_rounds
+from grpo_lab.pipelines.rounds import Round, rounds
 from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from, seed_of
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
-from grpo_lab.pipelines.run_rounds import check_folder, settings_of
-from grpo_lab.pipelines.sample_counts import trim_to_whole_batches
+from grpo_lab.pipelines.run_rounds import check_folder, plan_of_rounds, settings_of
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.stage import Stage, carry_out, read_facts
+from grpo_lab.stages.sample import trim_to_whole_batches
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROUNDS = sorted(
@@ -37,31 +38,34 @@ GOOD: dict[str, Any] = {"method": "expert_iteration", "model": {"path": "m"}, "d
 def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_path: Path) -> None:
     done: list[str] = []
 
-    def part(name: str, broken: bool = False) -> Any:
+    def part(name: str, broken: bool = False, inputs: tuple[str, ...] = ()) -> Stage:
         def make(at: Round) -> dict[str, Any]:
             done.append(f"{at.number} {name}")
             if broken:
                 raise RuntimeError("killed")
             return {"name": name, "before": sorted(at.facts)}
 
-        return make
+        return Stage(name, make, inputs=inputs)
 
-    start = Round(0, tmp_path / "start", "m", "m")
-    parts = {"sample": part("sample"), "train": part("train", broken=True)}
+    start = Round(folder=tmp_path / "start", number=0, current="m", start="m")
+    parts = [part("sample"), part("train", broken=True)]
+    whole = [part("sample"), part("train", inputs=("sample",))]
     with pytest.raises(RuntimeError):
         list(rounds(tmp_path, 2, start, parts))
     assert done == ["1 sample", "1 train"]
     assert read_facts(tmp_path / "round-1" / "train.json") is None
-    seen = list(rounds(tmp_path, 2, start, {"sample": part("sample"), "train": part("train")}))
+    seen = list(rounds(tmp_path, 2, start, whole))
     assert done[2:] == ["1 train", "2 sample", "2 train"]
     assert [one.facts["train"] for one in seen] == [{"name": "train", "before": ["sample"]}] * 2
     assert [one.current for one in seen] == ["m", str(tmp_path / "round-1" / "model")]
     assert seen[-1].start == "m"
-    list(rounds(tmp_path, 2, start, {"sample": part("sample"), "train": part("train")}))
+    list(rounds(tmp_path, 2, start, whole))
     assert len(done) == 5
     (tmp_path / "round-1" / "train.json").write_text("{")
     with pytest.raises(ValueError, match=r"train\.json is damaged.*the part is done again"):
-        carry_out(parts, Round(1, tmp_path / "round-1", "m", "m"))
+        carry_out(parts, Round(folder=tmp_path / "round-1", number=1, current="m", start="m"))
+    with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
+        carry_out(whole[::-1], Round(folder=tmp_path / "round-3", number=3, current="m", start="m"))
 
 
 def test_every_round_asks_other_questions_until_all_were_asked() -> None:
@@ -194,11 +198,9 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert check_folder(recipe(), False) == run
     assert check_folder(recipe(rounds={"count": 4}, name="another", keep_models=False), False) == run
-    with pytest.raises(ValueError, match=r"other settings: `temperature` was 1\.0 and is 0\.5\. Choose"):
+    with pytest.raises(ValueError, match=r"other settings: temperature: 1\.0 → 0\.5\. Choose"):
         check_folder(recipe(temperature=0.5), False)
-    with pytest.raises(
-        ValueError, match=r"`keep\.per_problem` was null and is 2; `training\.beta2` was null and is 1\. Choose"
-    ):
+    with pytest.raises(ValueError, match=r"keep\.per_problem: not set → 2; training\.beta2: not set → 1\. Choose"):
         check_folder(recipe(keep={"per_problem": 2}, training={"beta2": 1}), False)
     with pytest.raises(ValueError, match="it can only grow"):
         check_folder(recipe(rounds={"count": 2}), False)
@@ -217,7 +219,7 @@ def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tm
     line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
     (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):
-        parts.select(Round(1, tmp_path, "last/model", "start"))
+        parts.select(Round(folder=tmp_path, number=1, current="last/model", start="start"))
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------

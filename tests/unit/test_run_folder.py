@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines.run_folder import claim, fingerprint
+from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun
 from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
 
 
@@ -31,36 +31,37 @@ def test_another_server_address_is_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_start_failed_can_be_resumed(tmp_path: Path) -> None:
-    """A server that is never up is noticed after the cold start: its minutes must not be lost."""
+    """A server that is never up is noticed after the cold start: its minutes must not be lost. The same command goes on."""
     first = recipe(tmp_path / "out", learning_rate=1e-3)
-    folder = claim(first, overwrite=False, resume=False)
+    assert not is_begun(first, overwrite=False, resume=True)
+    folder = claim(first, overwrite=False)
     (folder / "cold_start").mkdir()
-    with pytest.raises(ValueError, match="--resume or --overwrite"):
-        claim(first, overwrite=False, resume=False)
-    claim(first, overwrite=False, resume=True)
+    assert is_begun(first, overwrite=False, resume=False)
+    claim(first, overwrite=False)
     assert (folder / "cold_start").is_dir()
+    assert not is_begun(first, overwrite=True, resume=False)
     with pytest.raises(ValueError, match="other settings"):
-        claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=False, resume=True)
+        claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=False)
 
 
 def test_overwrite_leaves_no_checkpoint_of_the_run_before(tmp_path: Path) -> None:
     """Resuming takes the highest number: a checkpoint-60 left behind would win over this run's checkpoint-8."""
-    folder = claim(recipe(tmp_path / "out"), overwrite=False, resume=False)
+    folder = claim(recipe(tmp_path / "out"), overwrite=False)
     (folder / "checkpoint-60").mkdir()
-    claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=True, resume=False)
+    claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=True)
     assert not (folder / "checkpoint-60").exists()
 
 
 def test_overwrite_leaves_no_critic_of_the_run_before_but_the_one_it_starts_from(tmp_path: Path) -> None:
     """A critic beside the policy of another run would be taken for that policy's."""
     out = tmp_path / "out"
-    claim(recipe(out), overwrite=False, resume=False)
+    claim(recipe(out), overwrite=False)
     for start in (out / "critic", out / "checkpoint-60" / "critic"):
         for value in (str(start), {"model": str(start)}):
             start.mkdir(parents=True, exist_ok=True)
-            claim(recipe(out, value=value), overwrite=True, resume=False)
+            claim(recipe(out, value=value), overwrite=True)
             assert start.is_dir()
     (out / "critic").mkdir()
-    claim(recipe(out, value={"model": "head"}), overwrite=True, resume=False)
+    claim(recipe(out, value={"model": "head"}), overwrite=True)
     assert not (out / "critic").exists()
     assert not (out / "checkpoint-60").exists()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines import stop_requests
-from grpo_lab.pipelines.stop_requests import StopRequests
+from grpo_lab.runs import stop as stop_requests
+from grpo_lab.runs.stop import StopRequests
 
 
 def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,26 +41,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-import json
-from typing import TYPE_CHECKING
-
-from accelerate.utils import gather_object
-
-from grpo_lab.io import write_whole_text
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
-
-
-FILE = "grpo_lab_evaluation_due.json"
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
@@ -96,18 +87,16 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         """Whatever is due at this step comes after the resume."""
         self.left_out, control.should_evaluate = self.left_out or bool(control.should_evaluate), False
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """That one is due, into a checkpoint folder; nothing where none is."""
+    def state(self) -> dict[str, int] | None:
+        """That one is due, for a checkpoint; None where none is."""
         trainer = self._trainer()
-        if trainer is None or not trainer.args.should_save:
-            return
-        if self.left_out or self._epochs_is_ahead(trainer.args, trainer.state):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_whole_text(Path(folder) / FILE, json.dumps({"format": 1, "step": trainer.state.global_step}))
+        if trainer is None or not (self.left_out or self._epochs_is_ahead(trainer.args, trainer.state)):
+            return None
+        return {"step": trainer.state.global_step}
 
-    def load(self, checkpoint: str | None) -> None:
-        """Whether ``save`` wrote it; the same on every rank, which all come here."""
-        here = checkpoint is not None and (Path(checkpoint) / FILE).is_file()
+    def load(self, saved: SavedState | None) -> None:
+        """Whether ``state`` said so; the same on every rank, which all come here."""
+        here = saved is not None and "evaluation_due" in saved.entries
         self.left_out, self._loaded = False, any(gather_object([here]))
 
     def make_up(self) -> None:
@@ -159,7 +148,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._due = weakref.ref(trainer), due
         self.signals = [signal.SIGTERM]
         self.returns = bool(trainer.args.enable_jit_checkpoint)
-        self._before: dict[int, Any] = {}
+        self._before: Handlers = {}
         self._waiting = False
         self._forget()
         _without_hfs(trainer)
@@ -231,9 +220,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._forget()
         self._without_an_earlier_runs_file(args, state)
         saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" or args.enable_jit_checkpoint
-        if saves and threading.current_thread() is threading.main_thread() and not self._before:
-            for number in (signal.SIGINT, *self.signals):
-                self._before[number] = signal.signal(number, self._heard)
+        if saves and not self._before:
+            self._before = handle(self._heard, signal.SIGINT, *self.signals)
 
     def _without_an_earlier_runs_file(self, args: Any, state: Any) -> None:
         """It came too late for the run that it was meant for; one that came while this process was set up is meant for this one."""
@@ -269,8 +257,9 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
         """Also beside a checkpoint of this step that is there already."""
-        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step:
-            self._due.save(f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step and args.should_save:
+            place = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            write_state(place, {**read_state(place).entries, "evaluation_due": self._due.state()})
 
     def _kept(self, args: Any, state: Any) -> None:
         folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -290,8 +279,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def put_back(self) -> None:
         """The handlers as they were."""
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+            put_back(self._before)
             self._before = {}
 
     @property
@@ -322,8 +310,7 @@ def _without_hfs(trainer: GRPOTrainer) -> None:
     for callback in [each for each in trainer.callback_handler.callbacks if type(each) is JITCheckpointCallback]:
         trainer.callback_handler.callbacks.remove(callback)
         if callback.jit_manager is not None:
-            before = callback.jit_manager._original_sigterm_handler
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            put_back({signal.SIGTERM: callback.jit_manager._original_sigterm_handler})
 
 
 def stop_file(args: Any) -> Path:

@@ -1,12 +1,15 @@
-"""Asked to stop, in a command of several parts (``curate``, ``rounds``, ``long2short``): what is done stays, and the same command goes on.
+"""Asked to stop, in every command: what is under way is finished or left, what is done stays, and the command can be gone on with.
 
     under way                 what happens to it
     a batch of samples        it is finished and written
-    an optimizer step         it is finished, with a checkpoint (``trainer.resume.supervised``)
-    anything else             it ends at once, and is done again: nothing of it is kept (evaluations, filters that read text)
+    an optimizer step         it is finished, with a checkpoint (``trainer.resume.stop``, ``trainer.supervised.stoppable``)
+    an evaluation             `grpo-lab evaluate` keeps the answers that are there; within a run it is made again as a whole
+    anything else             it ends at once, and is done again: nothing of it is kept
 
-SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are looked at before each batch, after
-each step, and once a second beside them. Ctrl-C ends everything at once but an optimizer step, and that at the second one.
+SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are looked at before each
+batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an optimizer step, and that at the second one.
+
+``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``StoppedByUser``: Ctrl-C (130), with what is on disk in words.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.interruption import SIGNALS, Interrupted, Kept
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.resume.stop import (
     CTRL_C,
     MAX_HOURS,
@@ -31,10 +37,36 @@ from grpo_lab.trainer.resume.stop import (
     hours_of_this_process,
     is_of_an_earlier_run,
     remove,
+    stop_file,
 )
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 
 log = logging.getLogger("grpo_lab")
+
+#: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished.
+EXIT_INTERRUPTED = 75
+
+#: Exit code of a run whose checkpoint could not be written (EX_IOERR).
+EXIT_NOT_WRITTEN = 74
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupted(Exception):
+    """The run was asked to end, and has what it needs to go on."""
+
+    def __init__(self, name: str, step: int | None, folder: Path) -> None:
+        place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
+        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {AGAIN}")
+
+
+class StoppedByUser(KeyboardInterrupt):
+    """Ctrl-C in a command that knows itself what it kept."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
 
 AGAIN = "the same command"
 STOP_SETTINGS = ("max_hours", "stop_file")
@@ -55,12 +87,12 @@ class StopRequests:
         self.name: str | None = None
         self._seen: str | None = None  # by the look beside the work
         self._held = 0
-        self._before: dict[int, Any] = {}
+        self._before: Handlers = {}
         self._over, self._asks = threading.Event(), threading.Lock()
 
     def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        self._before = handle(self._heard, *SIGNALS)
+        if self._before:
             threading.Thread(target=self._look_now_and_then, name="stop file, max_hours", daemon=True).start()
         return self
 
@@ -69,8 +101,7 @@ class StopRequests:
             with self._asks:  # no signal comes from beside any more
                 self._over.set()
         finally:
-            for number, before in self._before.items():
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+            put_back(self._before)
 
     # -- who asks --------------------------------------------------------------------------------------------------------
 
@@ -85,7 +116,7 @@ class StopRequests:
         if not new:
             remove(self.file)
             said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
-            raise Interrupted(said, None, self.folder, AGAIN)
+            raise Interrupted(said, None, self.folder)
         if is_of_an_earlier_run(self.file):
             log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
             remove(self.file)
@@ -130,10 +161,10 @@ class StopRequests:
     def _leave(self, step: int | None = None) -> None:
         if self.name == CTRL_C:
             where = "" if step is None else f" (step {step} of the training under way)"
-            raise Kept(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
+            raise StoppedByUser(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
         if self.name == STOP_FILE:
             remove(self.file)
-        raise Interrupted(str(self.name), step, self.folder, AGAIN)
+        raise Interrupted(str(self.name), step, self.folder)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -159,7 +190,7 @@ class StopRequests:
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
         """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
         self.check()
-        before = signal.signal(signal.SIGINT, self._heard) if self._before else None
+        before = handle(self._heard, signal.SIGINT) if self._before else {}
         self._held += 1
         try:
             yield StoppableTraining(place, identity, self.asked)
@@ -167,8 +198,7 @@ class StopRequests:
             self._leave(stopped.step)
         finally:
             self._held -= 1
-            if self._before:
-                signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+            put_back(before)
 
 
 def identity_of(rows: Any, made_from: Any) -> str:
@@ -176,4 +206,58 @@ def identity_of(rows: Any, made_from: Any) -> str:
     return hashlib.sha256(json.dumps([rows, made_from], sort_keys=True, default=str).encode()).hexdigest()
 
 
-__all__ = ["AGAIN", "STOP_SETTINGS", "StopRequests", "identity_of"]
+def heed_stop_file(config: Any, folder: Path) -> None:
+    """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no step is made.
+
+    Raises:
+        Interrupted: on every process; the file is gone, so the same command goes on next time.
+    """
+    file, main = stop_file(config), PartialState().is_main_process
+    if any(gather_object([main and file.exists()])):
+        if main:
+            remove(file)
+        raise Interrupted(f"{STOP_FILE} ({file} was there before this start, and is removed now)", None, folder)
+
+
+@contextlib.contextmanager
+def as_ctrl_c() -> Iterator[list[str]]:
+    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that came."""
+    came: list[str] = []
+
+    def heard(number: int, _frame: Any) -> None:
+        came.append(signal.Signals(number).name)
+        if len(came) == 1:  # a scheduler may say it twice
+            raise KeyboardInterrupt
+
+    before = handle(heard, *SIGNALS)
+    try:
+        yield came
+    finally:
+        put_back(before)
+
+
+@contextlib.contextmanager
+def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 around a run of `grpo-lab train`: outside of its training there is nothing to save, and it ends at once, with
+    the same exit code. During the training the trainer's own handler is in force (``asked_by_signals``).
+
+    SIGUSR1 asks for the same as SIGTERM: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that
+    ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Where no checkpoints are asked for nothing is touched, and
+    a signal ends the process.
+    """
+
+    def leave(number: int, _frame: Any) -> None:
+        raise Interrupted(signal.Signals(number).name, None, folder)
+
+    strategy = getattr(config.save_strategy, "value", config.save_strategy)
+    before = handle(leave, *SIGNALS) if str(strategy) != "no" or config.enable_jit_checkpoint else {}
+    try:
+        yield
+    finally:
+        put_back(before)
+
+
+def asked_by_signals(trainer: Any) -> None:
+    """``trainer`` is about to train: it answers both signals, and comes back here."""
+    trainer.parts.stop.signals = list(SIGNALS)
+    trainer.parts.stop.returns = True

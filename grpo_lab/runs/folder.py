@@ -1,25 +1,30 @@
-"""One process at a time writes into an output folder: two runs there would take each other's checkpoints, samples and log for theirs.
+"""A run's output folder: what marks it as whose, and one process at a time that writes into it.
 
-``run.lock`` in the folder is locked (POSIX, ``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a
-process that was killed. On a file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL.
+Two runs in one folder would take each other's checkpoints, samples and log for theirs. ``run.lock`` in the folder is locked (POSIX,
+``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a process that was killed. On a file system
+without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_json
 
 log = logging.getLogger(__name__)
 
 LOCK = "run.lock"
+RUN = "run.json"
+"""What was run, and how far it has come."""
 
 
 class FolderGone(OSError):
@@ -114,4 +119,41 @@ def is_empty(folder: Path) -> bool:
     return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
-__all__ = ["LOCK", "FolderGone", "OneWriter", "check_writable", "is_empty"]
+def record_of(folder: Path, pipeline: str | None, marker: str = RUN) -> dict[str, Any]:
+    """What an earlier run of ``pipeline`` (None: of `grpo-lab train`) says of itself in ``folder``; `{}` for a new folder.
+    Nothing is written.
+
+    Args:
+        marker: a name other than ``run.json`` is of one pipeline alone.
+
+    Raises:
+        ValueError: the folder holds something else, or nothing can be written there.
+    """
+    check_writable(folder)
+    found = read_marker(folder / marker)
+    if found and (marker != RUN or found.get("pipeline") == pipeline):
+        return found
+    if folder.is_dir() and not is_empty(folder):
+        raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")
+    return {}
+
+
+def write_run(folder: Path, summary: dict[str, Any]) -> None:
+    """``run.json``: what was run, and how far it has come."""
+    write_json(folder / RUN, summary)
+
+
+def read_marker(file: Path) -> dict[str, Any]:
+    """What marks a folder as ours; empty where there is no such file. ValueError for a damaged one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another `--output_dir` "
+            "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
+    return found
