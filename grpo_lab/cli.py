@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, curate, long2short, rounds, evaluate, serve, report, compare."""
+"""The command line: quickstart, train, curate, long2short, rounds, pipeline, evaluate, serve, report, compare."""
 
 from __future__ import annotations
 
@@ -126,6 +126,10 @@ PIPELINES = {
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
         "recipes/quickstart/expert_iteration.yaml",
     ),
+    "pipeline": (
+        "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
+        "docs/recipes.md",
+    ),
 }
 OVERRIDES = (
     "Every setting of the recipe can be replaced by --key value (or --key=value), one in a section by its "
@@ -135,7 +139,7 @@ OVERRIDES = (
 
 def _add_pipelines(commands: Commands) -> None:
     """What a recipe describes."""
-    handlers = (_quickstart, _train, _curate, _long2short, _rounds)
+    handlers = (_quickstart, _train, _curate, _long2short, _rounds, _pipeline_of_stages)
     for (name, (what, recipe)), run in zip(PIPELINES.items(), handlers, strict=True):
         asks = "" if run is _quickstart else "--config RECIPE "
         usage = f"grpo-lab {name} {asks}[options] [--key value …]"
@@ -232,6 +236,10 @@ _rounds = partial(
     "run_rounds:plan_of_rounds",
     "run_rounds:run_rounds",
     "run_rounds:kept",
+)
+
+_pipeline_of_stages = partial(
+    _with_recipe, "runner:read_pipeline", "runner:plan_of_pipeline", "runner:run_pipeline", "runner:kept"
 )
 
 

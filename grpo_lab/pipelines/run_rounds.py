@@ -26,15 +26,15 @@ from grpo_lab.pipelines.in_words import count_of, told
 from grpo_lab.pipelines.model_files import check_place, is_local, model_files
 from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.round_parts import RoundParts
-from grpo_lab.pipelines.round_selection import check_rows
-from grpo_lab.pipelines.rounds import MODEL, Round, round_folder, rounds
+from grpo_lab.pipelines.round_parts import RoundParts, check_rows
+from grpo_lab.pipelines.rounds import Round, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_other_settings, rows_fingerprint
 from grpo_lab.runs.folder import read_marker, record_of, write_run
 from grpo_lab.runs.stage import Words, carry_out, plan_of, read_facts, working
 from grpo_lab.runs.stop import STOP_SETTINGS
+from grpo_lab.stages.train import MODEL
 from grpo_lab.trainer.supervised.cold_start import check_cold_start
 from grpo_lab.trainer.supervised.preference import check_training
 

@@ -20,10 +20,11 @@ from grpo_lab.pipelines.job import Job, start_is_whole
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import going_on, refuse_another_run
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, is_begun
+from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun
 from grpo_lab.pipelines.saved_model import evaluate_saved_model
 from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.runs.stop import Interrupted, asked_by_signals, ended_by_signals, heed_stop_file
 
 console = Terminal()
