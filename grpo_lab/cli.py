@@ -286,8 +286,7 @@ def _report(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def _compare(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.evaluation.comparison import compare
-    from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
+    from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
 
     found = compare(known.runs)
     page = write_comparison(found, known.output)

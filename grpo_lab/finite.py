@@ -115,6 +115,3 @@ def _shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
             with (folder / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 yield index.fqn, torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-
-
-__all__ = ["FiniteScores", "NumbersError", "in_words", "is_bad", "not_finite", "not_finite_scores"]

@@ -3,16 +3,17 @@
 Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the first
 ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
 
-How many cores this process may use.
+Also JSON, whole and in lines, and how many cores this process may use.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,32 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
     """``text`` as UTF-8."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """``value`` as JSON; what JSON does not know is written as its text."""
+    write_whole_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """One object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
+    write_whole_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(line number from 1, its object) of a file of JSON lines, or why the line holds none; blank lines are passed over."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # a byte order mark is no text
+            except UnicodeDecodeError as error:
+                yield number, f"not UTF-8 ({error})"
+            except (ValueError, RecursionError) as error:
+                yield number, f"not JSON ({error})"
+            else:
+                yield number, found if isinstance(found, dict) else f"a JSON {type(found).__name__}, not an object"
 
 
 def no_link(path: str, flags: int) -> int:

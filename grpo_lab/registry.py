@@ -95,6 +95,3 @@ def address(part: Any) -> str:
     """``module.name`` of a class or function, of its class for an object."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-__all__ = ["add", "address", "built", "check_name", "check_part", "found", "knobs_of", "redefined"]

@@ -37,6 +37,3 @@ class VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
-
-
-__all__ = ["VisibleFormatter", "encodable", "visible"]

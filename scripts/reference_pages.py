@@ -124,7 +124,8 @@ def settings() -> str:
 def keys(place: str, kind: Any) -> list[str]:
     """A table of a mapping's keys; mappings inside it follow."""
     said, kinds = arguments_of(kind), typing.get_type_hints(kind)
-    fields = [field for field in dataclasses.fields(kind) if field.name != "knobs"]
+    gone = {name for name, one in kinds.items() if one is type(None)}
+    fields = [field for field in dataclasses.fields(kind) if field.name != "knobs" and field.name not in gone]
     nested = {field.name: INSIDE.get(f"{place}.{field.name}", _one_kind(kinds[field.name])) for field in fields}
     if not said:  # then the whole docstring is of all keys
         return [sentence(text) + "\n" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")[1:]]

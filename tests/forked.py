@@ -27,7 +27,7 @@ PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["grpo_lab.trainer.lab_trainer", "grpo_lab.rewards", "grpo_lab.testing.rollouts", "trl.trainer.sft_trainer", "peft",
+    ["grpo_lab.trainer.lab_trainer", "grpo_lab.rewards", "scripted_rollout", "trl.trainer.sft_trainer", "peft",
      "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"]
 )  # fmt: skip
 

@@ -1,19 +1,12 @@
 """Exact and near duplicates inside one set: keep the first row of each family.
 
-Exact: the same normalised words (`words.words_of`). Near: Indel similarity of the words, 2·LCS/(a + b), of at least
-0.85. Numbers are words like any other here, so a long problem that differs from a kept one in a single number or name
-goes, and a problem with most numbers changed stays. (Evaluation sets are stricter, see `contamination`.)
+Exact: the same normalised words. Near: Indel similarity of the words, 2·LCS/(a + b), of at least 0.85; numbers are words like any other, so
+a problem that differs from a kept one in a single number goes. (Evaluation sets are stricter: `contamination`.) Candidates come from
+MinHash LSH over 3-word shingles (datasketch) and are measured exactly (rapidfuzz): LSH can miss a pair, never invent one. A row is
+compared with kept rows only: a chain a ~ b ~ c drops b, and c only if it is close to a.
 
-Here both sides are large, so candidates come from MinHash LSH over 3-word shingles (datasketch: the maintained
-implementation with banding chosen for a threshold); every candidate is then measured exactly (rapidfuzz), so LSH can
-only miss a pair, never invent one. A row is compared with kept rows only: a chain a ~ b ~ c drops b, and c only if
-it is close to a.
-
-Question text as a sequence of words, the common ground of the duplicate and contamination filters.
-
-Normalised: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or
-Japanese character a word of its own. Masked: every number, in digits or in English words, replaced by `#`, so that the
-same problem with other numbers is the same sequence.
+Words: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or Japanese character one.
+Masked: every number, in digits or in English words, is `#`, so that the same problem with other numbers is the same sequence.
 """
 
 from __future__ import annotations

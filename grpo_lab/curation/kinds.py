@@ -1,10 +1,7 @@
 """What kind of question is this? open, multiple choice, true/false or proof.
 
-Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of
-the RL set: the first two can be right by luck, the third cannot be checked by comparing an answer. The report does not
-say how they were recognised; the rules here are ours.
-
-They read the text the way a person skims it, in this order:
+Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of the RL set: the first
+two can be right by luck, the third cannot be checked by comparing an answer. The rules are ours, in this order:
 
 1. options to choose from (`A) … B) … C) …`, `Options: - …`, "enter the letter of")  -> multiple_choice, or true_false
    where the only options are yes and no, true and false, valid and invalid;

@@ -2,20 +2,13 @@
 
 p̂_i = (right completions of problem i) / (scored completions of problem i)
 
-Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
-difficulty of the problem. Generation and scoring are handed in, so that vLLM, transformers or a script can stand
-behind them. A completion that could not be scored (`None`) is counted apart and never as wrong.
+Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the difficulty of the
+problem. A completion that could not be scored (`None`) is counted apart and never as wrong. A run that was killed goes on with the
+problems that have no line in the file yet (`sample_file`). Problems are recognised by their content and by what the model is given for
+them (`rendered`): their order may change, equal ones are sampled once, and another chat template makes other problems of them.
 
-The file is JSON lines: a header with the settings, then one line a problem, appended and synced to disk after every
-batch. A run that was killed goes on with the problems that have no line yet; a torn last line is cut off. Problems
-are recognised by their content and by what the model is given for them (`rendered`), so the order of the data may change,
-equal problems are sampled once, and another chat template makes other problems of them.
-
-Problems whose answer can be guessed.
-
-A problem is guessable if one of 8 tries *without reasoning* is right. Kimi k1.5 (section 2.1) removes these as "easy
-to hack": a rollout could be rewarded for a wrong way to the right answer. The report gives the 8 tries; the wording of
-the request is ours.
+Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack". The wording of the
+request is ours.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +40,6 @@ def pass_rates(
     settings: Mapping[str, Any] | None = None,
     success_at: float = CORRECT_FROM,
     batch_size: int = 32,
-    keep_completions: bool = True,
     prompt_column: str = "prompt",
     progress: bool = True,
     label: str = "pass rates",
@@ -66,39 +57,32 @@ def pass_rates(
             settings is refused.
         success_at: least score that counts as right.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
-        keep_completions: store the texts too (the long2short builders need them).
-        progress: show how far it is,
-        label: under this name.
+        progress: show how far it is, under the name `label`.
         rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
     _check(problems, n, batch_size, prompt_column)
-    header = _header(n, success_at, prompt_column, settings or {})
+    header = {
+        "grpo_lab": "pass_rates",
+        "n": n,
+        "success_at": success_at,
+        "prompt_column": prompt_column,
+        "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
+    }
     keys = [problem_key(p, None if rendered is None else rendered(p[prompt_column])) for p in problems]
-    with opened(path, header, keep_completions) as (done, save):
+    with opened(path, header) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo, different = list(missing.items()), len(set(keys))
         with progress_of(different, different - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
                 results = _sample(list(batch.values()), generate, score, n, success_at, prompt_column)
-                named = {key: _kept(one, keep_completions) for key, one in zip(batch, results, strict=True)}
+                named = dict(zip(batch, results, strict=True))
                 save(named)
                 done.update(named)
                 advance(len(batch), _so_far(done[key] for key in dict.fromkeys(keys) if key in done))
     return [done[key] for key in keys]
-
-
-def _header(n: int, success_at: float, prompt_column: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line of the file: what the lines below it depend on, as JSON gives it back."""
-    return {
-        "grpo_lab": "pass_rates",
-        "n": n,
-        "success_at": success_at,
-        "prompt_column": prompt_column,
-        "settings": json.loads(json.dumps(dict(settings), sort_keys=True, default=str)),
-    }
 
 
 def problem_key(problem: Problem, rendered: Any = None) -> str:
@@ -133,22 +117,20 @@ def _sample(
         )
     cuts = [_cut(group) for group in groups]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
-    columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in _names(problems)}
-    columns.pop(prompt_column)
+    names = dict.fromkeys(name for problem in problems for name in problem)
+    columns = {
+        name: [problem.get(name) for problem in problems for _ in range(n)] for name in names if name != prompt_column
+    }
     given = score(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         completions=[completion for group in groups for completion in group],
         **columns,
     )
     scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
-    results: list[PassRate] = []
-    for row, group in enumerate(groups):
-        results.append(rate_of(tuple(scores[row * n : (row + 1) * n]), success_at, tuple(group), cuts[row]))
-    return results
-
-
-def _kept(result: PassRate, completions: bool) -> PassRate:
-    return result if completions else replace(result, completions=None)
+    return [
+        rate_of(tuple(scores[row * n : (row + 1) * n]), success_at, tuple(group), cuts[row])
+        for row, group in enumerate(groups)
+    ]
 
 
 def _cut(group: Sequence[Any]) -> int | None:
@@ -159,10 +141,6 @@ def _so_far(results: Iterable[PassRate]) -> str:
     counted = [(result.successes, result.trials) for result in results]
     successes, trials = sum(s for s, _ in counted), sum(t for _, t in counted)
     return f"{successes / trials:.1%} right so far" if trials else "nothing scorable so far"
-
-
-def _names(problems: list[Problem]) -> list[str]:
-    return list(dict.fromkeys(name for problem in problems for name in problem))
 
 
 def _check(problems: Sequence[Problem], n: int, batch_size: int, prompt_column: str) -> None:

@@ -1,19 +1,13 @@
-"""Rejection sampling: of a model's own samples the right ones to imitate, or right against wrong ones to prefer.
+"""Rows built from a model's own samples: the right ones to imitate, right ones to prefer to wrong ones, short ones to long ones.
 
-    right_answers    of n samples a problem: right → (calculations hold) → one for each way of solving → at most k → SFT rows
-    contrast_pairs   a right one against a wrong one of the same problem, at most k pairs → DPO rows
+    right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
+    contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
+    shortest_correct   of n = 8 samples the shortest right one → SFT rows
+    preference_pairs   the shortest right one against longer ones: wrong ones, and right ones at least 1.5 times as long → DPO rows
 
 Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations (RFT, arXiv
-2308.01825, section 3.3), or their normalised words. Everything here is a function of the samples: same samples, same rows.
-
-long2short: rows that teach a model to be right in fewer tokens, built from its own samples.
-
-Kimi k1.5 (arXiv 2501.12599, section 2.4) names four ways. Two are data sets built here, one is `weights.py`, and RL
-with a length penalty is a reward:
-
-    shortest rejection sampling   of n = 8 samples the shortest right one becomes an SFT row
-    DPO                           chosen: the shortest right one; rejected: longer ones, that is wrong ones and right ones
-                                  at least 1.5 times as long as the chosen one
+2308.01825, section 3.3), or their normalised words. The last two are long2short's (Kimi k1.5, arXiv 2501.12599, section 2.4; its two
+other ways are `weights.py` and RL with a length penalty). Same samples, same rows.
 """
 
 from __future__ import annotations
@@ -53,8 +47,6 @@ def sampled(
     """Problems and their `pass_rates` results as builders want them; `length` counts the tokens of a completion."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
-        if rate.completions is None:
-            raise ValueError("these pass rates were made with keep_completions=False; long2short needs the completions")
         columns = {name: value for name, value in problem.items() if name != prompt_column}
         lengths = [length(completion) for completion in rate.completions]
         rows.append(Sampled(problem[prompt_column], rate.completions, rate.scores, lengths, columns))
@@ -63,15 +55,11 @@ def sampled(
 
 def shortest_correct(rows: Sequence[Sampled], success_at: float = 1.0) -> list[dict[str, Any]]:
     """SFT rows `prompt, completion, length, …columns`: the shortest right completion of every problem that has one."""
-    built: list[dict[str, Any]] = []
-    for row in rows:
-        right = _right_samples(row, success_at)
-        if right:
-            best = right[0]
-            built.append(
-                {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
-            )
-    return built
+    chosen = [(row, right[0]) for row in rows if (right := _shortest_first(row, success_at))]
+    return [
+        {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
+        for row, best in chosen
+    ]
 
 
 def preference_pairs(
@@ -93,44 +81,27 @@ def preference_pairs(
     """
     if ratio <= 1:
         raise ValueError(f"ratio={ratio}: a rejected right completion has to be longer than the chosen one, ratio > 1")
-    if pairs_per_problem is not None and pairs_per_problem < 1:
-        raise ValueError(f"pairs_per_problem={pairs_per_problem}; at least 1, or None for all")
+    _check_limit(pairs_per_problem, "pairs_per_problem")
     built: list[dict[str, Any]] = []
     for row in rows:
-        right = _right_samples(row, success_at)
+        right = _shortest_first(row, success_at)
         if not right:
             continue
         best = right[0]
-        rejected = [(index, "longer") for index in right[1:] if row.lengths[index] >= ratio * max(row.lengths[best], 1)]
-        rejected += [
-            (index, "wrong")
-            for index, score in enumerate(row.scores)
-            if score is not None
-            and score < success_at
-            and (not wrong_must_be_longer or row.lengths[index] > row.lengths[best])
+        longer = [place for place in right[1:] if row.lengths[place] >= ratio * max(row.lengths[best], 1)]
+        wrong = [
+            place
+            for place in _wrong(row, success_at)
+            if not wrong_must_be_longer or row.lengths[place] > row.lengths[best]
         ]
-        rejected = [(index, why) for index, why in rejected if row.completions[index] != row.completions[best]]
+        rejected = [(place, "longer") for place in longer] + [(place, "wrong") for place in wrong]
+        rejected = [(place, why) for place, why in rejected if row.completions[place] != row.completions[best]]
         rejected.sort(key=lambda pair: (-row.lengths[pair[0]], pair[0]))
-        built += [_short_and_long(row, best, index, why) for index, why in rejected[:pairs_per_problem]]
+        built += [
+            {**row.columns, **_pair(row, best, place), "rejected_because": why}
+            for place, why in rejected[:pairs_per_problem]
+        ]
     return built
-
-
-def _right_samples(row: Sampled, success_at: float) -> list[int]:
-    """Indices of the right completions, shortest first, ties in the order they were sampled."""
-    right = [index for index, score in enumerate(row.scores) if score is not None and score >= success_at]
-    return sorted(right, key=lambda index: (row.lengths[index], index))
-
-
-def _short_and_long(row: Sampled, chosen: int, rejected: int, why: str) -> dict[str, Any]:
-    return {
-        **row.columns,
-        "prompt": row.prompt,
-        "chosen": row.completions[chosen],
-        "rejected": row.completions[rejected],
-        "chosen_length": row.lengths[chosen],
-        "rejected_length": row.lengths[rejected],
-        "rejected_because": why,
-    }
 
 
 Same = Callable[[str], Hashable]
@@ -192,9 +163,10 @@ def right_answers(
         passed = [text for text in good if sound is None or sound(text)]
         reference = None if gold is None else _gold(row, gold)
         own = _ways(passed, same, reference)
-        right, unsound, solved, ways = (
-            right + len(good), unsound + len(good) - len(passed), solved + bool(passed), ways + len(own)
-        )  # fmt: skip
+        right += len(good)
+        unsound += len(good) - len(passed)
+        solved += bool(passed)
+        ways += len(own)
         if reference is not None:
             built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
         built += [
@@ -218,8 +190,7 @@ def contrast_pairs(
     right = solved = ways = 0
     for row in rows:
         places = _right(row, success_at)
-        wrong = [place for place, score in enumerate(row.scores) if score is not None and score < success_at]
-        chosen, rejected = _firsts(row, places, same), _firsts(row, wrong, same)
+        chosen, rejected = _firsts(row, places, same), _firsts(row, _wrong(row, success_at), same)
         right, solved, ways = right + len(places), solved + bool(places), ways + len(chosen)
         if chosen and rejected:
             count = max(len(chosen), len(rejected))
@@ -229,7 +200,7 @@ def contrast_pairs(
 
 
 def text_of(completion: Any) -> str:
-    """A completion's text: itself, or its last message's."""
+    """Of a completion: itself, or its last message's."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
@@ -280,6 +251,15 @@ def _right(row: Sampled, success_at: float) -> list[int]:
     return [place for place, score in enumerate(row.scores) if score is not None and score >= success_at]
 
 
+def _wrong(row: Sampled, success_at: float) -> list[int]:
+    return [place for place, score in enumerate(row.scores) if score is not None and score < success_at]
+
+
+def _shortest_first(row: Sampled, success_at: float) -> list[int]:
+    """Places of the right completions; ties in the order they were sampled."""
+    return sorted(_right(row, success_at), key=lambda place: (row.lengths[place], place))
+
+
 def _gold(row: Sampled, column: str) -> str:
     if column not in row.columns or row.columns[column] is None:
         raise ValueError(
@@ -293,6 +273,6 @@ def _seen(rows: Sequence[Sampled], solved: int) -> tuple[int, int, int, int]:
     return len(rows), solved, sum(len(row.completions) for row in rows), scored
 
 
-def _check_limit(per_problem: int | None) -> None:
-    if per_problem is not None and per_problem < 1:
-        raise ValueError(f"per_problem={per_problem}; at least 1, or None for all")
+def _check_limit(limit: int | None, name: str = "per_problem") -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"{name}={limit}; at least 1, or None for all")

@@ -1,6 +1,6 @@
-"""The file behind `pass_rates`: a header, then one line a problem, appended and on the disk before the next batch begins.
+"""The file behind `pass_rates`: a header with the settings, then one line a problem, appended and on the disk before the next batch begins.
 
-How far a long sampling is: a live bar on a terminal, a line now and then in a log file.
+And how far a long sampling is, for people.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,14 +26,11 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """Scores of one problem's completions; `completions` is None where they were not kept.
-
-    `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`).
-    """
+    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`)."""
 
     scores: tuple[float | None, ...]
     successes: int
-    completions: tuple[Any, ...] | None = None
+    completions: tuple[Any, ...]
     cut: int | None = None
 
     @property
@@ -53,20 +49,18 @@ class PassRate:
 
 
 def rate_of(
-    scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...] | None, cut: int | None
+    scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...], cut: int | None
 ) -> PassRate:
-    """The pass rate that these scores come to: a score of at least `success_at` is right."""
-    successes = sum(score is not None and score >= success_at for score in scores)
-    return PassRate(scores, successes, completions, cut)
+    """The pass rate of these scores: one of at least `success_at` is right."""
+    return PassRate(scores, sum(score is not None and score >= success_at for score in scores), completions, cut)
 
 
 Save = Callable[[Mapping[str, PassRate]], None]
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def opened(
-    path: str | Path | None, header: dict[str, Any], keep_completions: bool
-) -> Iterator[tuple[dict[str, PassRate], Save]]:
+def opened(path: str | Path | None, header: dict[str, Any]) -> Iterator[tuple[dict[str, PassRate], Save]]:
     """The results that are there already and a function that appends more and returns once they are on the disk."""
     if path is None:
         yield {}, lambda results: None
@@ -77,7 +71,7 @@ def opened(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"{path} is being written by another process") from error
-        done = _read(file, path, header, keep_completions)
+        done = _read(file, path, header)
 
         def save(results: Mapping[str, PassRate]) -> None:
             lines = [_line({"key": key, **_row(result)}) for key, result in results.items()]
@@ -86,7 +80,7 @@ def opened(
         yield done, save
 
 
-def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_completions: bool) -> dict[str, PassRate]:
+def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
     file.seek(0)
     lines = file.read().split(b"\n")
     parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
@@ -112,10 +106,9 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any], keep_comple
     done: dict[str, PassRate] = {}
     for row in parsed[1:good]:
         assert row is not None
-        if keep_completions and row.get("completions") is None:
-            raise ValueError(f"{path} was written without completions (keep_completions=False) and this run needs them")
-        completions = tuple(row["completions"]) if keep_completions else None
-        done[row["key"]] = rate_of(tuple(row["scores"]), header["success_at"], completions, row.get("cut"))
+        done[row["key"]] = rate_of(
+            tuple(row["scores"]), header["success_at"], tuple(row["completions"]), row.get("cut")
+        )
     return done
 
 
@@ -133,14 +126,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and ("grpo_lab" in row or ("key" in row and "scores" in row)) else None
+    return (
+        row if isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"}) else None
+    )
 
 
 def _row(result: PassRate) -> dict[str, Any]:
-    row: dict[str, Any] = {"scores": list(result.scores), "rate": result.rate}
-    if result.cut is not None:
-        row["cut"] = result.cut
-    return row if result.completions is None else {**row, "completions": list(result.completions)}
+    cut = {} if result.cut is None else {"cut": result.cut}
+    return {"scores": list(result.scores), "rate": result.rate, **cut, "completions": list(result.completions)}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
@@ -153,59 +146,24 @@ def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-SECONDS_BETWEEN_LINES = 30.0
-
-
 @contextmanager
 def progress_of(total: int, done: int, label: str, shown: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """Yields `advance(problems, note)`; `done` of `total` were there before. The note is shown beside the bar."""
-    from rich.console import Console
+    """Yields `advance(problems, note)`: a bar on a terminal, a line now and then in a log file; `done` of `total` were there before."""
+    from tqdm import tqdm
 
-    console = Console(stderr=True)
-    if not shown:
-        yield lambda count, note: None
-    elif console.is_terminal:
-        with _bar(console, total, done, label) as advance:
-            yield advance
-    else:
-        yield _lines(total, done, label)
+    seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    with tqdm(
+        total=total,
+        initial=done,
+        desc=label,
+        unit=" problems",
+        disable=not shown,
+        mininterval=seconds,
+        maxinterval=seconds,
+    ) as bar:
 
+        def advance(count: int, note: str) -> None:
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(count)
 
-@contextmanager
-def _bar(console: object, total: int, done: int, label: str) -> Iterator[Callable[[int, str], None]]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:  # type: ignore[arg-type]
-        task = progress.add_task(label, total=total, completed=done, note="")
-        yield lambda count, note: progress.update(task, advance=count, note=note)
-
-
-def _lines(total: int, done: int, label: str) -> Callable[[int, str], None]:
-    state = {"done": done, "said": time.monotonic()}
-    if done:
-        print(f"{label}: {done:,} of {total:,} problems are there already", file=sys.stderr, flush=True)
-
-    def advance(count: int, note: str) -> None:
-        state["done"] += count
-        now = time.monotonic()
-        if now - state["said"] >= SECONDS_BETWEEN_LINES or state["done"] == total:
-            state["said"] = now
-            print(f"{label}: {state['done']:,.0f} of {total:,} problems; {note}", file=sys.stderr, flush=True)
-
-    return advance
+        yield advance

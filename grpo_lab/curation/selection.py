@@ -6,26 +6,18 @@
     selection.kept_rows(), selection.scored_rows(), selection.report()
 
 Filters see all rows, so the order of the filters decides only to which one a dropped row is put down: the first that
-refused it. What else would have refused it is counted as well.
-
-The same number of rows from every domain.
-
-Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects and difficulties without saying how; a cap on every
-domain with a random choice inside it is the plainest way and ours.
-
-What curation dropped and why: counts for every filter with examples. On the terminal here, as a page in
+refused it. What else would have refused it is counted as well. The report is shown on the terminal here, as a page in
 `evaluation/curation_page.py`.
 
-Questions come from data sets and answers from models, so nothing in them is trusted: no escape sequence reaches the
-terminal.
+`balance`: the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects and difficulties
+without saying how; a cap on every domain with a random choice inside it is ours.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_lab.visible import visible
@@ -67,9 +59,6 @@ class CurationReport:
     kept: int
     filters: tuple[FilterOutcome, ...]
     notes: tuple[str, ...] = ()
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=True)
 
     def print(self, console: Any = None) -> None:
         """Show the report on a terminal (rich); `console` is a `rich.console.Console`, by default a new one."""
@@ -122,11 +111,7 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter.
-
-        Args: mask: one bool a row, True keeps it, over *all* rows. setting: the rule in words, for the report.
-            reasons: why each row was refused, for the examples.
-        """
+        """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for the report."""
         self._check_length(name, mask)
         if reasons is not None:
             self._check_length(f"reasons of {name}", reasons)
@@ -147,23 +132,16 @@ class Selection:
 
     def kept_rows(self) -> list[dict[str, Any]]:
         """The rows that are left, with every score as a column."""
-        return [
-            {**row, **{name: values[index] for name, values in self._scores.items()}}
-            for index, row in enumerate(self._rows)
-            if self._dropped_by[index] is None
-        ]
+        return [self._scored(index) for index, kept in enumerate(self.mask) if kept]
 
     def scored_rows(self) -> list[dict[str, Any]]:
         """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it, or None)."""
         return [
-            {
-                **row,
-                **{name: values[index] for name, values in self._scores.items()},
-                "kept": self._dropped_by[index] is None,
-                "dropped_by": self._dropped_by[index],
-            }
-            for index, row in enumerate(self._rows)
+            {**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in enumerate(self._dropped_by)
         ]
+
+    def _scored(self, index: int) -> dict[str, Any]:
+        return {**self._rows[index], **{name: values[index] for name, values in self._scores.items()}}
 
     def report(self, notes: Sequence[str] = ()) -> CurationReport:
         return CurationReport(self._title, len(self._rows), sum(self.mask), tuple(self._outcomes), tuple(notes))
@@ -223,8 +201,7 @@ def balance(
     keep = [False] * len(rows)
     for domain, indices in members.items():
         share = _share(domain, members, per_domain)
-        chosen = random.Random(f"{seed}/{domain}").sample(indices, min(share, len(indices)))
-        for index in chosen:
+        for index in random.Random(f"{seed}/{domain}").sample(indices, min(share, len(indices))):
             keep[index] = True
     return keep
 
@@ -239,12 +216,9 @@ def _share(
 ) -> int:
     if per_domain is None:
         return min(len(indices) for indices in members.values())
-    if isinstance(per_domain, Mapping):
-        if domain not in per_domain:
-            raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
-        share = per_domain[domain]
-    else:
-        share = per_domain
+    if isinstance(per_domain, Mapping) and domain not in per_domain:
+        raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
+    share = per_domain[domain] if isinstance(per_domain, Mapping) else per_domain
     if share < 0:
         raise ValueError(f"per_domain={share} for domain {domain!r} is negative")
     return share

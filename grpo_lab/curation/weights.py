@@ -30,9 +30,8 @@ _OF_A_MODEL = (
 def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, alpha: float = 0.5) -> Path:
     """Write the average of two Hugging Face checkpoint folders (safetensors, one file or sharded) to a new folder.
 
-    What else a model is (config, tokenizer, generation settings, code, licence: `is_of_a_model`) is copied from `a_dir`, and
-    nothing that tells how it was trained (README, metrics, recipe, report). The shards are cut as in `a_dir`. The folder appears under its name only when it is complete. Tensors that are not floating point
-    (buffers) have to be equal.
+    What else a model is (`is_of_a_model`) is copied from `a_dir`, and nothing that tells how it was trained. The shards are cut as in
+    `a_dir`. The folder appears under its name only when it is complete. Buffers that are not floating point have to be equal.
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
     Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a

@@ -8,15 +8,14 @@ trl nor transformers; ``datasets`` is loaded on the first call.
 from grpo_lab.data.code_benchmarks import load_humaneval, load_mbpp
 from grpo_lab.data.coding_tasks import coding_tasks
 from grpo_lab.data.countdown import countdown
-from grpo_lab.data.file import load_file
 from grpo_lab.data.gsm8k import load_gsm8k
 from grpo_lab.data.math import load_math
 from grpo_lab.data.prompts import TEMPLATES, ChatTemplate, TextTemplate, apply_template, find_template
 from grpo_lab.data.proofs import proofs
+from grpo_lab.data.rows import load_file
 from grpo_lab.data.sorting import SORTING_SPLITS, sorting
 from grpo_lab.data.word_problem_families import FAMILIES
-from grpo_lab.data.word_problem_stories import WordProblem
-from grpo_lab.data.word_problems import iter_word_problems, word_problems
+from grpo_lab.data.word_problems import WordProblem, iter_word_problems, word_problems
 
 __all__ = [
     "FAMILIES",

@@ -30,10 +30,8 @@ def load_humaneval(
     that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the tests' own copy is what they call.
 
     Args:
-        source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
+        source, template, system_prompt: as in ``load_gsm8k``.
         split: HumanEval has ``test`` alone.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``tests``, ``entry_point``, ``solution`` (a program that passes),
@@ -72,13 +70,11 @@ def load_mbpp(
     The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's name.
 
     Args:
-        source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
+        source, template, system_prompt: as in ``load_gsm8k``.
         split: ``train``, ``test``, ``validation`` or ``prompt``.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
         config: which form, where ``source`` is a hub name.
         shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has seen
             may learn their answers instead of the function.
-        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are called as one of
@@ -160,6 +156,3 @@ def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
 
 def _without(row: Row, *names: str) -> Row:
     return {name: value for name, value in row.items() if name not in names}
-
-
-__all__ = ["fenced", "load_humaneval", "load_mbpp"]

@@ -7,27 +7,25 @@
         x = [n for n in x if n % 2 == 0]
         return sum(x)
 
-A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here. **Splits are disjoint by
-construction**, as in ``word_problems``: the chain is hashed, and the hash decides. A task none of whose tests would tell it from a shorter
-chain is not told.
+A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here; each step changes some test's
+answer. **Splits are disjoint by construction**, as in ``word_problems``: the hash of the program decides.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
-from grpo_lab.data.rows import checked_range, checked_split, split_of, to_dataset
+from grpo_lab.data.rows import to_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Numbers = list[int]
-_PATIENCE = 20_000
 
 
 @dataclass(frozen=True)
@@ -89,42 +87,27 @@ def coding_tasks(
     ``tests`` is a text of assertions, ``solution`` the program that the task was made with, ``worked_solution`` the same in a fenced block.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat tasks, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most steps before the ``return``, both included.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
         tests: assertions of each task.
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different tasks under these settings.
     """
     form = find_template(template, system_prompt)
-    if n < 1 or tests < 1:
-        raise ValueError(f"n is {n} and tests {tests}; at least 1 of each is needed")
+    if tests < 1:
+        raise ValueError(f"tests is {tests}; at least 1 is needed")
     sizes = checked_range("steps", steps, 1, 6)
     rng = random.Random(f"coding_tasks/{seed}/{split}")
-    found = list(islice(_tasks(rng, checked_split(split), sizes, tests), n))
-    if len(found) < n:
-        raise ValueError(
-            f"only {len(found)} different tasks were found for split={split!r}, steps={sizes}; n={n} asked. Raise steps, or lower n"
-        )
-    return to_dataset(found, form)
 
-
-def _tasks(rng: random.Random, split: str, sizes: tuple[int, int], tests: int) -> Iterator[dict[str, Any]]:
-    seen: set[str] = set()
-    misses = 0
-    while misses < _PATIENCE:
+    def draw() -> tuple[str, dict[str, Any]] | None:
         chain = _drawn(rng, rng.randint(*sizes))
         program = _program(chain)
         lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
-        if program in seen or split_of(program) != split or not _every_step_counts(chain, lists):
-            misses += 1
-            continue
-        misses = 0
-        seen.add(program)
-        yield _row(chain, program, lists)
+        return (program, _row(chain, program, lists)) if _every_step_counts(chain, lists) else None
+
+    rows = different(draw, checked_split(split), split_of)
+    return to_dataset(take(rows, n, "tasks", "Raise steps", split=split, steps=sizes), form)
 
 
 def _drawn(rng: random.Random, steps: int) -> Chain:
@@ -160,6 +143,3 @@ def _row(chain: Chain, program: str, lists: list[Numbers]) -> dict[str, Any]:
         "worked_solution": f"```python\n{program}\n```",
         "steps": len(chain) - 1,
     }
-
-
-__all__ = ["LAST", "MIDDLE", "Step", "coding_tasks", "run"]

@@ -7,18 +7,15 @@ Every game has a solution, the one it was made from: numbers are drawn, then two
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
-from grpo_lab.data.rows import checked_range, checked_split, split_of, to_dataset
+from grpo_lab.data.rows import to_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-_PATIENCE = 20_000
 
 
 @dataclass(frozen=True)
@@ -45,29 +42,27 @@ def countdown(
     """``n`` different games: columns ``prompt, template, question, numbers, target, solution, worked_solution``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat games, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         numbers: fewest and most numbers of a game, both included.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no given number is larger. All are whole and positive, as is every step of the solution that the game was made from.
         largest_target: no target is larger.
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.
     """
     form = find_template(template, system_prompt)
-    if n < 1 or largest < 2 or largest_target < 2:
-        raise ValueError(
-            f"n is {n}, largest {largest}, largest_target {largest_target}; at least 1, 2 and 2 are needed"
-        )
+    if largest < 2 or largest_target < 2:
+        raise ValueError(f"largest is {largest}, largest_target {largest_target}; at least 2 is needed")
     sizes = checked_range("numbers", numbers, 2, 8)
-    games = list(islice(_games(random.Random(f"countdown/{seed}/{split}"), split, sizes, largest, largest_target), n))
-    if len(games) < n:
-        raise ValueError(
-            f"only {len(games)} different games were found for split={split!r}, numbers={sizes}, largest={largest}, "
-            f"largest_target={largest_target}; n={n} asked. Raise largest or numbers, or lower n"
-        )
+    rng = random.Random(f"countdown/{seed}/{split}")
+
+    def draw() -> tuple[str, Game] | None:
+        game = _drawn(rng, rng.randint(*sizes), largest, largest_target)
+        return None if game is None else (f"countdown {(tuple(sorted(game.numbers)), game.target)}", game)
+
+    limits = {"split": split, "numbers": sizes, "largest": largest, "largest_target": largest_target}
+    rows = different(draw, checked_split(split), split_of)
+    games = take(rows, n, "games", "Raise largest or numbers", **limits)
     return to_dataset((_row(game) for game in games), form)
 
 
@@ -81,21 +76,6 @@ def _row(game: Game) -> dict[str, Any]:
         "solution": game.expression,
         "worked_solution": "\n".join([*game.steps, f"<answer>{game.expression}</answer>"]),
     }
-
-
-def _games(rng: random.Random, split: str, sizes: tuple[int, int], largest: int, largest_target: int) -> Iterator[Game]:
-    checked_split(split)
-    seen: set[tuple[tuple[int, ...], int]] = set()
-    misses = 0
-    while misses < _PATIENCE:
-        game = _drawn(rng, rng.randint(*sizes), largest, largest_target)
-        mark = None if game is None else (tuple(sorted(game.numbers)), game.target)
-        if game is None or mark in seen or split_of(f"countdown {mark}") != split:
-            misses += 1
-            continue
-        misses = 0
-        seen.add((tuple(sorted(game.numbers)), game.target))
-        yield game
 
 
 def _drawn(rng: random.Random, size: int, largest: int, largest_target: int) -> Game | None:
@@ -121,6 +101,3 @@ def _ways(a: int, b: int) -> list[tuple[str, int]]:
     ways = [("+", a + b), ("*", a * b)]
     ways += [("-", a - b)] if a > b else []
     return ways + ([("/", a // b)] if a % b == 0 and b > 1 else [])
-
-
-__all__ = ["Game", "countdown"]

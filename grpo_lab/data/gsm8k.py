@@ -33,9 +33,8 @@ def load_gsm8k(
         system_prompt: system turn, for templates that are message lists.
 
     Returns:
-        columns ``prompt``, ``template``, ``question``, ``solution`` (the number after ``####``, without thousands
-        commas), ``worked_solution`` (the whole solution as written, where the file has one), and whatever else the
-        rows hold. A column ``gold_answer`` is taken as the final answer as it stands.
+        columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after ``####``, without
+        thousands commas), ``worked_solution`` (as written, where the file has one), and whatever else the rows hold.
 
     Raises:
         ValueError: what was seen, what is needed, and the setting that governs it.
@@ -53,11 +52,8 @@ def load_gsm8k(
             assert written is not None
             answer = _after_mark(written, number, source)
         rest = {name: value for name, value in row.items() if name not in {question, gold, worked}}
-        examples.append(
-            rest
-            | {"question": text_of(row, question, number, source), "solution": _plain_number(answer)}
-            | ({} if written is None else {"worked_solution": written})
-        )
+        said = {"question": text_of(row, question, number, source), "solution": answer.strip().replace(",", "")}
+        examples.append(rest | said | ({} if written is None else {"worked_solution": written}))
     return to_dataset(examples, form)
 
 
@@ -69,7 +65,3 @@ def _after_mark(written: str, number: int, source: str | Path) -> str:
             "GSM8K solutions end in a line '#### 18'; files with the bare answer need it in a column gold_answer"
         )
     return answer
-
-
-def _plain_number(answer: str) -> str:
-    return answer.strip().replace(",", "")

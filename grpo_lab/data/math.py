@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
+from grpo_lab.verifiers.canonical import group_end
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,10 +35,9 @@ def load_math(
         source: hub name, local folder with ``<split>.jsonl`` (``math500.jsonl`` also serves as ``test``), or one
             ``.jsonl`` file (then ``split`` is not looked at).
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
+        template, system_prompt: as in ``load_gsm8k``.
         levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
             ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
-        system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
@@ -58,11 +58,8 @@ def load_math(
     for number, row in enumerate(rows, start=1):
         rest = {name: value for name, value in row.items() if name not in {question, gold, worked}}
         answer = _gold_answer(row, gold, worked, number, source)
-        examples.append(
-            rest
-            | {"question": text_of(row, question, number, source), "solution": answer}
-            | ({"worked_solution": row[worked]} if worked and row.get(worked) else {})
-        )
+        said = {"question": text_of(row, question, number, source), "solution": answer}
+        examples.append(rest | said | ({"worked_solution": row[worked]} if worked and row.get(worked) else {}))
     return to_dataset(examples, form)
 
 
@@ -104,7 +101,7 @@ def _gold_answer(row: Row, gold: str | None, worked: str | None, number: int, so
 def last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None without one.
 
-    One pass, no recursion: the text may be hostile.
+    One pass: the text may be hostile.
     """
     starts = [box.end() for box in _BOX.finditer(text)]
     if not starts:
@@ -113,14 +110,5 @@ def last_boxed(text: str) -> str | None:
     if not text.startswith("{", start):
         bare = _BARE.match(text, start)
         return bare.group() if bare else None
-    depth, position = 0, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2  # an escaped brace opens and closes nothing
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start + 1 : position].strip() or None
-        position += 1
-    return None
+    end = group_end(text, start)
+    return text[start + 1 : end - 1].strip() or None if end > 0 else None

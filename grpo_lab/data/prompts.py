@@ -20,11 +20,8 @@ name                  prompt is   source
 ``tapeagents_boxed``  messages    ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
 ====================  ==========  =====================================================================================
 
-The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
-a new line was meant. `tests/recipes/test_reproduce.py` holds them; docs/reproduce.md says which recipe uses which.
-
-Text prompts reach the tokenizer as they stand (TRL adds no chat template to them). Message prompts make completions
-message lists as well; every reward of ours takes both.
+The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where a new line was
+meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists; every reward of ours takes both.
 """
 
 from __future__ import annotations

@@ -10,18 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
-from grpo_lab.data.rows import checked_range, checked_split, split_of, to_dataset
+from grpo_lab.data.rows import to_dataset
 from grpo_lab.verifiers.logic import FALSE, Formula, write
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _ATOMS = "pqrs"
-_PATIENCE = 20_000
 RULES = (
     "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e m, raa a-b. "
     "One line a step: `n. formula [rule lines]`, with one | before the formula for each open assumption."
@@ -54,45 +53,31 @@ def proofs(
     """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat sequents, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different sequents under these settings.
     """
     form = find_template(template, system_prompt)
-    if n < 1:
-        raise ValueError(f"n is {n}; at least 1 sequent is needed")
     sizes = checked_range("steps", steps, 1, 30)
-    found = list(islice(_sequents(random.Random(f"proofs/{seed}/{split}"), checked_split(split), sizes), n))
-    if len(found) < n:
-        raise ValueError(
-            f"only {len(found)} different sequents were found for split={split!r}, steps={sizes}; n={n} asked. Raise steps, or lower n"
-        )
-    return to_dataset(found, form)
+    rng = random.Random(f"proofs/{seed}/{split}")
+    rows = different(lambda: _drawn(rng, sizes), checked_split(split), split_of)
+    return to_dataset(take(rows, n, "sequents", "Raise steps", split=split, steps=sizes), form)
 
 
-def _sequents(rng: random.Random, split: str, sizes: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    seen: set[str] = set()
-    misses = 0
-    while misses < _PATIENCE:
-        step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
-        premises, lines = _written(step)
-        mark = f"{sorted(premises)} |- {write(step.formula)}"
-        count = len(lines) - len(premises)
-        trivial = {"#", write(step.formula)} & set(premises)
-        if not sizes[0] <= count <= sizes[1] or mark in seen or split_of(mark) != split or trivial:
-            misses += 1
-            continue
-        misses = 0
-        seen.add(mark)
-        sequent = f"{', '.join(premises)} |- {write(step.formula)}".strip()
-        proof = "\n".join(lines)
-        question = f"Prove {sequent} by natural deduction. {RULES}"
-        yield {"question": question, "sequent": sequent, "solution": proof, "worked_solution": proof, "steps": count}
+def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]] | None:
+    """A sequent with its premises sorted, and its row; None for a trivial one, or a proof of another length."""
+    step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
+    premises, lines = _written(step)
+    goal, count = write(step.formula), len(lines) - len(premises)
+    if not sizes[0] <= count <= sizes[1] or {"#", goal} & set(premises):
+        return None
+    sequent = f"{', '.join(premises)} |- {goal}".strip()
+    proof = "\n".join(lines)
+    question = f"Prove {sequent} by natural deduction. {RULES}"
+    row = {"question": question, "sequent": sequent, "solution": proof, "worked_solution": proof, "steps": count}
+    return f"{sorted(premises)} |- {goal}", row
 
 
 def _formula(rng: random.Random, depth: int) -> Formula:
@@ -221,6 +206,3 @@ class _Writer:
         if last != len(self.lines):  # shown before, outside or higher up: a part ends with what it shows
             last = self._write(f"{write(step.formula)} [copy {last}]", depth + 1)
         return f"{first}-{last}"
-
-
-__all__ = ["proofs"]

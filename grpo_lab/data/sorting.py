@@ -4,11 +4,8 @@
     solution      2 4 4 4
     numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
 
-**Splits are disjoint by construction.** The sorted numbers are hashed, and the hash alone decides whether a prompt is ``train``, ``cold_start`` or
-``test``. So no test prompt is a training prompt in another order.
-
-**A cold start on the form alone.** ``worked_solution`` is as many random numbers: right in form, and nothing in it says what the prompt is for.
-Whoever sorts after it has learnt that from a reward.
+**Splits are disjoint by construction**: the hash of the sorted numbers decides. **A cold start on the form alone**: ``worked_solution`` is as
+many random numbers; whoever sorts after it has learnt that from a reward.
 
 Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
 """
@@ -17,13 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.data.made import checked_split, different, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
-from grpo_lab.settings import one_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 #: tenths of all sorted answers
 _SPLIT_OF_TENTH = ("test",) * 2 + ("cold_start",) * 2 + ("train",) * 6
 SORTING_SPLITS = tuple(dict.fromkeys(_SPLIT_OF_TENTH))
-_PATIENCE = 20_000  # draws in a row without a new prompt of the split before we say that there is none
 
 
 def sorting(
@@ -47,43 +42,28 @@ def sorting(
     """``n`` different prompts, each of them as likely as any other: columns ``prompt, template, question, solution, worked_solution, numbers``.
 
     Args:
-        seed: same arguments, same rows. Other seeds of one split may repeat prompts, other splits never do.
-        split: ``train``, ``cold_start`` or ``test`` (held out).
+        seed, split, template, system_prompt: as in ``word_problems``.
         length: L, numbers of a prompt.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
-        template: name of a prompt template (``grpo_lab.data.prompts``).
-        system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.
     """
-    if split not in SORTING_SPLITS:
-        raise ValueError(f"`split` is {split!r}{one_of(split, SORTING_SPLITS)}")
-    for name, value, least in (("n", n, 1), ("length", length, 1), ("vocabulary", vocabulary, 2)):
+    checked_split(split, SORTING_SPLITS)
+    for name, value, least in (("length", length, 1), ("vocabulary", vocabulary, 2)):
         if value < least:
             raise ValueError(f"{name} is {value}; at least {least} is needed")
     form = find_template(template, system_prompt)
-    found = list(islice(_prompts(seed, split, length, vocabulary), n))
-    if len(found) < n:
-        raise ValueError(
-            f"only {len(found)} different prompts were found for split={split!r}, length={length}, vocabulary={vocabulary}; "
-            f"n={n} asked. Raise length or vocabulary, or lower n"
-        )
+    rng = random.Random(f"{seed}/{split}")
+
+    def draw() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = tuple(rng.randrange(vocabulary) for _ in range(length))
+        return numbers, numbers
+
+    limits = {"split": split, "length": length, "vocabulary": vocabulary}
+    found = take(different(draw, split, _split_of), n, "prompts", "Raise length or vocabulary", **limits)
     writer = random.Random(f"{seed}/{split}/writer")
     return to_dataset((_row(numbers, [writer.randrange(vocabulary) for _ in numbers]) for numbers in found), form)
-
-
-def _prompts(seed: int, split: str, length: int, vocabulary: int) -> Iterator[list[int]]:
-    """No prompt twice; ends when no new one turns up."""
-    rng, seen, misses = random.Random(f"{seed}/{split}"), set[tuple[int, ...]](), 0
-    while misses < _PATIENCE:
-        numbers = tuple(rng.randrange(vocabulary) for _ in range(length))
-        if numbers in seen or _split_of(numbers) != split:
-            misses += 1
-            continue
-        misses = 0
-        seen.add(numbers)
-        yield list(numbers)
 
 
 def _split_of(numbers: tuple[int, ...]) -> str:
@@ -91,17 +71,14 @@ def _split_of(numbers: tuple[int, ...]) -> str:
     return _SPLIT_OF_TENTH[int.from_bytes(digest[:4], "big") % 10]
 
 
-def _row(numbers: list[int], answer: list[int]) -> dict[str, Any]:
+def _row(numbers: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
     return {
         "question": _text(numbers),
         "solution": _text(sorted(numbers)),
         "worked_solution": _text(answer),
-        "numbers": numbers,
+        "numbers": list(numbers),
     }
 
 
-def _text(numbers: list[int]) -> str:
+def _text(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
-
-
-__all__ = ["SORTING_SPLITS", "sorting"]

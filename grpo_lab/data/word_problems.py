@@ -15,33 +15,29 @@ events for additive ones ("3 times as many" for "3 more", "shared among 4" for "
 Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
 something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-How a worked solution is written down: not at all, said twice, in two languages, between tags. The answer stays.
-
-Cold starts on such solutions give a model habits that rewards can be tried on: one that blurts its answers and works few of
-them out (accuracy), one that repeats itself (length reward), one that mixes two scripts in its reasoning (language
-consistency), as R1-Zero did.
+**Habits.** A worked solution can stand without its lines, say them twice, in two languages, or between tags; the answer stays. A cold start
+on such solutions makes a model that rewards can be tried on: accuracy, length, language consistency.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import random
+import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
-from grpo_lab.data.word_problem_families import FAMILIES, Family
-from grpo_lab.data.word_problem_stories import MISREADING, SPLITS, WordProblem, draft_until_done
-from grpo_lab.settings import one_of
+from grpo_lab.data.word_problem_families import FAMILIES, NAMES, Family, Move
 
 if TYPE_CHECKING:
     from datasets import Dataset
-import re
-from dataclasses import dataclass
 
 _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
+_MOST_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,6 @@ class SolutionStyle:
         return "\n".join(lines)
 
 
-_MOST_STEPS = 8
-_PATIENCE = 20_000  # draws in a row without a new problem of the split before we say that there is none
-
-
 def word_problems(
     n: int,
     seed: int = 0,
@@ -122,17 +114,12 @@ def word_problems(
     Raises:
         ValueError: a setting out of its range, or fewer than ``n`` different problems under these settings.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}; at least 1 problem is needed")
     form = find_template(template, system_prompt)
     style = SolutionStyle(repeats, mixed, think, blurted)
     writer, hurry = random.Random(f"{seed}/{split}/writer"), random.Random(f"{seed}/{split}/hurry")
-    problems = list(islice(iter_word_problems(seed, split, steps, families, largest=largest, misread=misread), n))
-    if len(problems) < n:
-        raise ValueError(
-            f"only {len(problems)} different problems were found for split={split!r}, steps={tuple(steps)}, "
-            f"largest={largest}, families={list(families or FAMILIES)}; n={n} asked. Raise largest or steps, or lower n"
-        )
+    rows = iter_word_problems(seed, split, steps, families, largest=largest, misread=misread)
+    limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}
+    problems = take(rows, n, "problems", "Raise largest or steps", **limits)
     return to_dataset(
         (_row(problem, style.write(problem.worked_solution, writer, hurry)) for problem in problems), form
     )
@@ -163,30 +150,23 @@ def iter_word_problems(
         raise ValueError(f"misread is {misread}; a share between 0 and 1 is needed")
     rng = random.Random(f"{seed}/{split}")
     reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
-    seen: set[bytes] = set()
-    misses = 0
-    while misses < _PATIENCE:
+
+    def draw() -> tuple[str, WordProblem] | None:
         draft = draft_until_done(rng, rng.choice(chosen), rng.randint(*steps), largest)
-        wrong = (
-            [] if draft is None else [reader.random() < misread and move.op in MISREADING for move, _ in draft.moves]
-        )
-        problem = draft.told(wrong) if draft is not None and draft.split == split else None
-        mark = b"" if problem is None else hashlib.sha256(problem.question.encode()).digest()[:16]
-        if problem is None or mark in seen:
-            misses += 1
-            continue
-        misses = 0
-        seen.add(mark)
-        yield problem
+        if draft is None:
+            return None
+        wrong = [reader.random() < misread and move.op in MISREADING for move, _ in draft.moves]
+        if draft.split != split:
+            return None
+        problem = draft.write(wrong)
+        return problem.question, problem
+
+    return different(draw, split, lambda question: split)
 
 
 def _checked_families(split: str, steps: tuple[int, int], families: Sequence[str] | None, largest: int) -> list[Family]:
-    if split not in SPLITS:
-        raise ValueError(f"`split` is {split!r}{one_of(split, SPLITS)}")
-    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= _MOST_STEPS:
-        raise ValueError(
-            f"steps is {steps!r}; a pair (fewest, most) with 1 <= fewest <= most <= {_MOST_STEPS} is needed"
-        )
+    checked_split(split)
+    checked_range("steps", steps, 1, _MOST_STEPS)
     if largest < 10:
         raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
     names = list(FAMILIES) if families is None else list(families)
@@ -194,3 +174,167 @@ def _checked_families(split: str, steps: tuple[int, int], families: Sequence[str
     if unknown or not names:
         raise ValueError(f"families is {names!r}; allowed: one or more of {', '.join(FAMILIES)} (setting: families)")
     return [FAMILIES[name] for name in names]
+
+
+# What a careless reader makes of multiplicative events: adds for times, takes away for shares, forgets "each".
+MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A problem as it is told, its solution line by line and its answer, a whole number as text."""
+
+    question: str
+    worked_solution: str
+    solution: str
+    family: str
+    steps: int
+    arithmetic: str
+    """Canonical form: family and operations with their numbers, in order. Equal for re-told problems."""
+
+    @property
+    def split(self) -> str:
+        return split_of(self.arithmetic)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A story before it is told: its people, its moves with their numbers, and what they come to."""
+
+    family: Family
+    people: list[str]
+    item: str
+    moves: list[tuple[Move, tuple[int, int]]]
+    steps: int
+    value: int
+
+    @property
+    def arithmetic(self) -> str:
+        return f"{self.family.name}:" + " ".join(f"{a}{move.op}{k}" for move, (a, k) in self.moves)
+
+    @property
+    def split(self) -> str:
+        return split_of(self.arithmetic)
+
+    def write(self, misread: Sequence[bool]) -> WordProblem:
+        """The problem. ``misread``: for each move, whether the writer of the solution misreads it."""
+        right = [move.op for move, _ in self.moves]
+        lines, answer = self._solve([MISREADING[op] if wrong else op for op, wrong in zip(right, misread, strict=True)])
+        if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
+            lines, answer = self._solve(right)
+        slots = [self._slots(turn) for turn in range(len(self.moves))]
+        texts = [move.text.format(**slots[turn]) for turn, (move, _) in enumerate(self.moves)]
+        return WordProblem(
+            question=" ".join([*texts, self.family.question.format(**slots[-1])]),
+            worked_solution="\n".join([*lines, f"#### {answer}"]),
+            solution=str(self.value),
+            family=self.family.name,
+            steps=self.steps,
+            arithmetic=self.arithmetic,
+        )
+
+    def _slots(self, turn: int) -> dict[str, str]:
+        a, k = self.moves[turn][1]
+        before, new = self.people[turn], self.people[turn + 1]
+        who = {"name": self.people[0], "item": self.item, "before": before, "other": new, "last": new}
+        return who | {"a": str(a), "k": str(k)}
+
+    def _solve(self, operations: Sequence[str]) -> tuple[list[str], int | None]:
+        """Solution lines and final value, with these operations; None as soon as a value is not whole and positive."""
+        lines: list[str] = []
+        value: int | None = None
+        for turn, ((move, (left, right)), operation) in enumerate(zip(self.moves, operations, strict=True)):
+            slots = self._slots(turn)
+            if len(operation) == 2:
+                lines.append(move.side_line.format(calc=f"{left}*{right}={left * right}", **slots))
+                right = left * right
+            if value is not None:
+                left = value
+            value = _result(left, operation[0], right)
+            if value is None:
+                return lines, None
+            lines.append(move.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
+        return lines, value
+
+
+def draft_until_done(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
+    """Dead ends are begun anew with as many steps, or long problems would be rarer than asked."""
+    drafts = (_draft(rng, family, steps, largest) for _ in range(50))
+    return next((draft for draft in drafts if draft is not None), None)
+
+
+def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
+    """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
+    people = rng.sample(NAMES, steps + 1)
+    item = rng.choice(family.items)
+    moves: list[tuple[Move, tuple[int, int]]] = []
+    value: int | None = None
+    left_steps = steps
+    while left_steps:
+        known = family.openings if value is None else family.moves
+        move = rng.choice(known if left_steps > 1 else [move for move in known if move.steps == 1])
+        numbers = _numbers(rng, move, value, largest)
+        if numbers is None:
+            return None
+        moves.append((move, numbers))
+        left_steps -= move.steps
+        a, k = numbers
+        right = a * k if move.steps == 2 else k
+        value = _result(a if value is None else value, move.op[0], right)
+    assert value is not None
+    return Draft(family, people, item, moves, steps, value)
+
+
+def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
+    """Operands ``(a, k)`` that keep every result whole, positive and at most ``largest``; None if there are none.
+
+    ``a`` is the left operand of an opening and the first factor of a side product; elsewhere it is not used.
+    """
+    if move.steps == 2:
+        assert value is not None
+        room = largest - value if move.op == "+*" else value - 1
+        room = min(room, largest)
+        if room < 4:
+            return None
+        a = rng.randint(2, min(9, room // 2))
+        return a, rng.randint(2, max(2, min(12, room // a)))
+    if value is None:
+        left = _opening(rng, move, largest)
+    else:
+        left = value
+    allowed = _right_operands(move.op, move.fixed, left, largest)
+    return (left, rng.choice(allowed)) if allowed else None
+
+
+def _opening(rng: random.Random, move: Move, largest: int) -> int:
+    if move.op == "*":
+        return rng.randint(2, min(12, largest // 2))
+    if move.op == "/":
+        return rng.choice(_dividends(move.fixed, largest))
+    return rng.randint(3, largest * 3 // 5)
+
+
+@functools.cache
+def _dividends(fixed: int | None, largest: int) -> list[int]:
+    return [left for left in range(4, largest + 1) if _right_operands("/", fixed, left, largest)]
+
+
+@functools.lru_cache(maxsize=65536)
+def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list[int]:
+    """All ``k`` that the operation allows after ``left``."""
+    if op == "+":
+        ks = range(2, min(largest - left, largest * 2 // 5) + 1)
+    elif op == "-":
+        ks = range(2, left)
+    elif op == "*":
+        ks = range(2, min(9, largest // left) + 1)
+    else:
+        ks = range(2, min(9, left - 1) + 1)
+    return [k for k in ks if (op != "/" or left % k == 0) and fixed in (None, k)]
+
+
+def _result(left: int, operation: str, right: int) -> int | None:
+    if operation == "/":
+        return left // right if left % right == 0 else None
+    result = {"+": left + right, "-": left - right, "*": left * right}[operation]
+    return result if result > 0 else None

@@ -13,7 +13,7 @@ SHOWN = 2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What a run's windows up to ``step`` say.
 
     Args:
@@ -48,7 +48,7 @@ class Verdict:
         return f"step {self.step}: {said}{rest}"
 
 
-def diagnose(history: History, facts: Facts | None = None) -> Verdict:
+def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
     """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule.
 
     Raises:
@@ -60,7 +60,7 @@ def diagnose(history: History, facts: Facts | None = None) -> Verdict:
     found = [(rule, rule.seen(history, facts)) for rule in RULES]
     wrong = tuple((rule.name, said, rule.settings) for rule, said in found if said and not rule.healthy)
     notes = tuple((rule.name, said) for rule, said in found if said and rule.healthy)
-    return Verdict(step_of(history[-1]), wrong, notes, _now(history))
+    return Diagnosis(step_of(history[-1]), wrong, notes, _now(history))
 
 
 def _now(history: History) -> str:
@@ -74,14 +74,11 @@ def _now(history: History) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def changes(history: History, facts: Facts | None = None) -> Iterator[Verdict]:
+def changes(history: History, facts: Facts | None = None) -> Iterator[Diagnosis]:
     """The verdict of the first window, each that differs from the one before in what is wrong, and the last one."""
-    before: Verdict | None = None
+    before: Diagnosis | None = None
     for end in range(1, len(history) + 1):
         verdict = diagnose(history[:end], facts)
         if before is None or verdict.names != before.names or end == len(history):
             yield verdict
         before = verdict
-
-
-__all__ = ["Verdict", "changes", "diagnose"]

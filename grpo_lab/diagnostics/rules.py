@@ -296,5 +296,3 @@ RULES: tuple[Rule, ...] = (
     Rule("loss 0", zero_loss, "none", healthy=True),
 )
 """Most serious first."""
-
-__all__ = ["RULES", "Facts", "Rule"]

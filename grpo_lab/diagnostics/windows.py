@@ -110,22 +110,3 @@ def rise_in_errors(series: Sequence[float]) -> float:
     if error == 0:
         return math.copysign(math.inf, change) if change else 0.0
     return change / error
-
-
-__all__ = [
-    "PERSISTENCE",
-    "History",
-    "Window",
-    "all_alike",
-    "at_start",
-    "has_critic",
-    "last_steps",
-    "lasting",
-    "no_completion_scored",
-    "not_zero",
-    "number",
-    "recent",
-    "rise_in_errors",
-    "step_of",
-    "values",
-]

@@ -38,18 +38,6 @@ def runs_of_equal(rows: Sequence[Hashable]) -> list[tuple[int, int]]:
     return runs
 
 
-def prefill_tokens(prompt_lengths: Sequence[int], group_size: int, page: int | None) -> int:
-    """Prompt tokens computed for `group_size` completions of each prompt; `page=None`: nothing is shared.
-
-    The last prompt token is always computed, since its logits are needed: hence L - 1 below.
-    """
-    total = 0
-    for length in prompt_lengths:
-        shared = 0 if page is None else page * ((length - 1) // page)
-        total += shared + group_size * (length - shared)
-    return total
-
-
 class GroupedEngine:
     """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on.
 
@@ -71,7 +59,6 @@ class GroupedEngine:
 
     @property
     def llm(self) -> Any:
-        """The engine itself."""
         return self._llm
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
@@ -104,7 +91,6 @@ class GroupedEngine:
 
 
 def with_samples(sampling_params: Any, count: int) -> Any:
-    """The same sampling parameters with `n = count`."""
     parameters = sampling_params.clone()
     parameters.n = count
     return parameters

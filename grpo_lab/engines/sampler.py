@@ -244,7 +244,6 @@ def context_of_config(config: PretrainedConfig) -> int | None:
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
-    """What is wrong with a prompt that leaves no room for ``max_new_tokens``, and what would help."""
     helps = (
         f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
         if tokens < context

@@ -14,9 +14,6 @@ A completion y then consists of      y_1 … y_budget | stop text | y' …      
 or of                                y_1 … y_n                              (closed its thinking in time, or ended)
 
 A prompt that ends in a closed thinking block (Qwen3's `/no_think`) does not think, and is never cut.
-
-Since phase 1 ends at `budget`, whether and where text was inserted can be read off prompt and completion alone, given
-the same settings: `inserted_mask` does so, and a trainer need not carry the mask next to the ids.
 """
 
 from __future__ import annotations
@@ -188,21 +185,3 @@ def _checked(found: list[Completion], rows: int, limit: int) -> list[Completion]
         if one.logprobs is not None and len(one.logprobs) != len(one.ids):
             raise ValueError(f"completion {row}: {len(one.ids)} tokens, {len(one.logprobs)} log-probs")
     return found
-
-
-def inserted_mask(prompt_ids: Sequence[int], ids: Sequence[int], settings: ThinkingBudget) -> list[int]:
-    """The mask of a completion made under these settings, from the ids alone: 1 = sampled, 0 = inserted.
-
-    Text was inserted exactly where the first `budget` tokens neither end the completion nor close the thinking, and
-    then directly after them.
-    """
-    start, stop = settings.budget, len(settings.stop_ids)
-    is_stop_text = list(ids[start : start + stop]) == list(settings.stop_ids)
-    if not is_stop_text or not settings.must_cut(prompt_ids, ids[:start]):
-        return [1] * len(ids)
-    return [1] * start + [0] * stop + [1] * (len(ids) - start - stop)
-
-
-def cut_share(completions: Sequence[BudgetedCompletion]) -> float:
-    """Share of completions whose thinking was cut; 0 for none."""
-    return sum(c.was_cut for c in completions) / len(completions) if completions else 0.0

@@ -75,12 +75,12 @@ def read_curation(folder: Path) -> Page:
     raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
 
 
-def _report_of(said: Mapping[str, Any]) -> CurationReport:
-    filters = (
-        FilterOutcome(**{**one, "examples": tuple(DroppedExample(**e) for e in one["examples"])})
-        for one in said["filters"]
-    )
-    return CurationReport(**{**said, "filters": tuple(filters), "notes": tuple(said["notes"])})
+def _report_of(written: Mapping[str, Any]) -> CurationReport:
+    filters = [
+        FilterOutcome(**{**one, "examples": tuple(DroppedExample(**example) for example in one["examples"])})
+        for one in written["filters"]
+    ]
+    return CurationReport(**{**written, "filters": tuple(filters), "notes": tuple(written["notes"])})
 
 
 def _filters(report: CurationReport) -> Section:
@@ -114,18 +114,13 @@ def histogram(rows: Rows) -> list[Bar]:
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
     """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy, or over the data without rates."""
-    kept = [(number, row) for number, row in enumerate(rows) if row.get("kept")]
-    kept.sort(key=lambda pair: -1.0 if pair[1].get("pass_rate") is None else float(pair[1]["pass_rate"]))
+    kept = [(number, row, row.get("pass_rate")) for number, row in enumerate(rows) if row.get("kept")]
+    kept.sort(key=lambda one: -1.0 if one[2] is None else float(one[2]))
     count = min(_KEPT_SHOWN, len(kept))
     chosen = [kept[place * (len(kept) - 1) // max(count - 1, 1)] for place in range(count)]
     return [
-        (
-            str(number),
-            _question(row),
-            str(row.get("solution", ""))[:80],
-            "–" if row.get("pass_rate") is None else f"{row['pass_rate']:.2f}",
-        )
-        for number, row in chosen
+        (str(number), _question(row), str(row.get("solution", ""))[:80], "–" if rate is None else f"{rate:.2f}")
+        for number, row, rate in chosen
     ]
 
 

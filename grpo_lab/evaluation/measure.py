@@ -71,13 +71,11 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
-    (`prompts_too_long`). Greedy is deterministic; samples follow from ``seed`` and ``batch_size`` and leave torch's random
-    state untouched. The model is used as it is, in this process: unwrap a distributed one first.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings (`prompts_too_long`).
+    Samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched. Unwrap a distributed model first.
 
     Raises:
-        EvaluationStopped: Ctrl-C after the first answers (a KeyboardInterrupt that holds what was answered). Any other
-            exception in ``generate`` or ``reward`` comes through.
+        EvaluationStopped: Ctrl-C after the first answers. Any other exception in ``generate`` or ``reward`` comes through.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
@@ -85,8 +83,10 @@ def evaluate(
     settings = _checked_settings(max_new_tokens, batch_size, n_samples, temperature, seed)
     asked = _all_asked(problems, tokenizer, chat_template_kwargs)
     if generate is None:
-        generate = _generator(model, tokenizer, batch_size, progress)
-        asked = _fitting(asked, None if model is None else context_of(model), max_new_tokens)
+        if model is None:
+            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+        generate = TransformersSampler(model, tokenizer, batch_size, progress)
+        asked = _fitting(asked, context_of(model), max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings["reward"] = getattr(reward, "__name__", type(reward).__name__)
     settings["answers_read"] = read_answer is not None
@@ -107,12 +107,19 @@ def _measured(
     outcomes: list[Outcome] = []
     ids = [one.prompt.ids for one in asked]
     limits = {"max_new_tokens": settings["max_new_tokens"], "seed": settings["seed"]}
-    for kind, n, heat in _passes(settings["n_samples"], settings["temperature"]):
+    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0)]
+    if settings["n_samples"] > 0:
+        passes.append(("sampled", settings["n_samples"], settings["temperature"]))
+    for kind, n, heat in passes:
         stopped = None
         written: Sequence[Sequence[Completion | None]]
         try:
             written = generate(ids, n=n, temperature=heat, **limits)
-            _check_completions(written, len(asked), n)
+            counts = sorted({len(group) for group in written})
+            if len(written) != len(asked) or counts != [n]:
+                raise ValueError(
+                    f"generate returned {len(written)} lists of {counts} completions; {len(asked)} lists of {n} are needed"
+                )
         except GenerationStopped as stop:
             written = stop.completions
             ready = sum(completion is not None for group in written for completion in group)
@@ -123,20 +130,6 @@ def _measured(
             stopped_settings = {**settings, "stopped": stopped}
             raise EvaluationStopped(EvaluationResult(tuple(outcomes), stopped_settings, seconds)) from None
     return EvaluationResult(tuple(outcomes), settings, seconds)
-
-
-def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
-    """(kind, completions a problem, temperature) of each round of generation."""
-    greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
-    return [greedy, ("sampled", n_samples, temperature)] if n_samples > 0 else [greedy]
-
-
-def _generator(
-    model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
-) -> Sampler:
-    if model is None:
-        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-    return TransformersSampler(model, tokenizer, batch_size, progress)
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
@@ -204,11 +197,14 @@ def _question(prompt: Any) -> str:
 def _all_asked(
     problems: Sequence[Row], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[_Asked]:
-    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
-    for index, prompt in enumerate(prompts):
-        if not prompt.ids:
-            raise ValueError(f"row {index}: the prompt {prompt.text!r} has no tokens, so there is nothing to continue")
-    return [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts, strict=True))]
+    asked = [
+        _Asked(index, row, render_prompt(row["prompt"], tokenizer, chat_template_kwargs))
+        for index, row in enumerate(problems)
+    ]
+    for one in asked:
+        if not one.prompt.ids:
+            raise ValueError(f"row {one.index}: the prompt {one.prompt.text!r} has no tokens: nothing to continue")
+    return asked
 
 
 def _check_rows(problems: Sequence[Row]) -> None:
@@ -235,11 +231,8 @@ def _checked_settings(
     max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int
 ) -> dict[str, Any]:
     """What the result says it was measured with."""
-    for name, value, least in [
-        ("max_new_tokens", max_new_tokens, 1),
-        ("batch_size", batch_size, 1),
-        ("n_samples", n_samples, 0),
-    ]:
+    counts = {"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n_samples": (n_samples, 0)}
+    for name, (value, least) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     if n_samples > 0 and not (math.isfinite(temperature) and temperature > 0):
@@ -251,11 +244,3 @@ def _checked_settings(
         "temperature": temperature if n_samples > 0 else None,
         "seed": seed,
     }
-
-
-def _check_completions(completions: Sequence[Sequence[Completion]], prompts: int, n: int) -> None:
-    counts = sorted({len(written) for written in completions})
-    if len(completions) != prompts or counts != [n]:
-        raise ValueError(
-            f"generate returned {len(completions)} lists of {counts} completions; {prompts} lists of {n} are needed"
-        )

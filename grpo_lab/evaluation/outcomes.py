@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_lab.evaluation.files import write_json_lines, write_parquet
 from grpo_lab.evaluation.statistics import is_number
+from grpo_lab.io import json_lines, write_json_lines, write_whole
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Kind = Literal["greedy", "sampled"]
 
@@ -58,50 +61,46 @@ class Outcome:
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     """`outcomes.parquet` and `outcomes.jsonl` in ``folder``; the same rows and columns in both, `correct` added."""
-    records = [_record(outcome) for outcome in outcomes]
-    write_json_lines(folder / "outcomes.jsonl", records)
-
     import pyarrow as pa
 
+    records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
+    write_json_lines(folder / "outcomes.jsonl", records)
     text, whole, flag = pa.string(), pa.int64(), pa.bool_()
     types = {"problem": whole, "sample": whole, "tokens": whole, "truncated": flag, "score": pa.float64()}
     schema = pa.schema([(f.name, types.get(f.name, text)) for f in fields(Outcome)] + [("correct", flag)])
     write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))
 
 
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """A table for tools."""
+    import pyarrow.parquet as pq
+
+    write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The rows of `outcomes.jsonl`; ValueError with file and line number where one cannot be read."""
     path = folder / "outcomes.jsonl"
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        return [_outcome(line, number, path) for number, line in enumerate(lines, start=1)]
+    return [_outcome(row, f"{path}, line {number}") for number, row in json_lines(path)]
 
 
-def _outcome(line: str, number: int, path: Path) -> Outcome:
+def _outcome(row: dict[str, Any] | str, where: str) -> Outcome:
+    if isinstance(row, str):
+        raise ValueError(f"{where}: not an outcome: {row}")
     names = [f.name for f in fields(Outcome)]
-    try:
-        record = json.loads(line)
-        outcome = Outcome(**{name: record[name] for name in names})
-        _check_types(outcome)
-        return outcome
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: not an outcome with the fields {names} ({error!r})") from error
-
-
-def _check_types(outcome: Outcome) -> None:
+    if missing := [name for name in names if name not in row]:
+        raise ValueError(f"{where}: not an outcome: no {missing}")
+    outcome = Outcome(**{name: row[name] for name in names})
     wrong = [
-        *(name for name in ("problem", "sample", "tokens") if type(getattr(outcome, name)) is not int),
-        *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(getattr(outcome, name), str)),
-        *(name for name in ("solution", "answer") if not isinstance(getattr(outcome, name), str | None)),
-        *(["truncated"] if type(outcome.truncated) is not bool else []),
-        *(name for name in ("score", "tokens") if not is_number(getattr(outcome, name) or 0)),
+        *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
+        *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
+        *(name for name in ("solution", "answer") if not isinstance(row[name], str | None)),
+        *(["truncated"] if type(row["truncated"]) is not bool else []),
+        *(name for name in ("score", "tokens") if not is_number(row[name] or 0)),
     ]
     if wrong:
-        raise TypeError(f"of the wrong type, or no finite number: {wrong}")
-
-
-def _record(outcome: Outcome) -> dict[str, Any]:
-    record: dict[str, Any] = encodable(asdict(outcome) | {"correct": outcome.correct})
-    return record
+        raise ValueError(f"{where}: not an outcome: of the wrong type, or no finite number: {wrong}")
+    return outcome
 
 
 def as_text(value: object) -> str | None:
@@ -109,11 +108,6 @@ def as_text(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def of_kind(outcomes: Iterable[Outcome], kind: Kind) -> list[Outcome]:
-    """The greedy ones, or the sampled ones."""
-    return [outcome for outcome in outcomes if outcome.kind == kind]
 
 
 ReadAnswer = Callable[[str], "str | None"]
@@ -143,10 +137,7 @@ def answer_reader(reward: Any) -> ReadAnswer | None:
 
 def vote_key(answer: str) -> str:
     """The name under which an answer votes: numbers and fractions by value (`$1,234.50` and `1234.5` are one, `1/2` and
-    `\\frac12` too), everything else by its canonical spelling.
-
-    Cheaper and stricter than the verifier's equality, which would need every pair: two spellings that only algebra can
-    match vote apart, for right and wrong answers alike.
+    `\\frac12` too), everything else by its canonical spelling: two that only algebra can match vote apart.
     """
     text = answer.strip()
     if len(text) > _LONGEST_NAME:

@@ -13,12 +13,40 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
-from grpo_lab.evaluation.files import write_text
-from grpo_lab.evaluation.samples import LONGEST_SHOWN, Sample
+from grpo_lab.evaluation.outcomes import Outcome
+from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.terminal import duration
+from grpo_lab.io import write_whole_text
 from grpo_lab.visible import visible
 
+LONGEST_SHOWN = 4_000
+
+_KINDS_SHOWN = {"became correct": 3, "became wrong": 2, "still wrong": 2, "stayed correct": 2, "unscorable": 1}
+"""How many of each are shown: failures on purpose, next to the gains."""
+_TRANSITIONS: dict[tuple[bool | None, bool | None], str] = {
+    (False, True): "became correct",
+    (True, False): "became wrong",
+    (False, False): "still wrong",
+    (True, True): "stayed correct",
+}
+SHOWN_OF_ONE_SIDE = 4
+
 _TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One problem with what the model wrote before and after; a side that was not evaluated is None."""
+
+    kind: str
+    before: Outcome | None
+    after: Outcome | None
+
+    @property
+    def asked(self) -> Outcome:
+        """The side that there is, for the problem."""
+        assert self.before or self.after
+        return self.after or self.before  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -83,7 +111,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: see `comparison_page`."""
+    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: of a comparison (`comparison.py`)."""
 
     kind: str
     title: str
@@ -116,7 +144,7 @@ class Page:
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.html())
+            write_whole_text(path, self.html())
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             raise ValueError(f"{path} cannot be written ({error.strerror})") from error
         return path
@@ -188,3 +216,49 @@ def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             found.append(f"{text_of(key, value)}{' rows' if key == 'rows' else ''}")
     return found
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleChoice:
+    """The first problems of each kind, in the order of the rows: nothing is picked for looks. counts: over all problems."""
+
+    samples: list[Sample]
+    counts: list[tuple[str, int]]
+    comparable: bool = True
+
+
+def choose_samples(before: EvaluationResult | None, after: EvaluationResult | None) -> SampleChoice:
+    """Examples of every transition between the verdicts of both evaluations, or of one side where they share no problems."""
+    old = _by_problem(before)
+    new = _by_problem(after)
+    shared = sorted(old.keys() & new.keys())
+    if not shared:
+        alone = [Sample("", old.get(i), new.get(i)) for i in sorted(old or new)]
+        return SampleChoice(_first_of_verdicts(alone), [])
+    if any(old[i].question != new[i].question for i in shared):
+        alone = [Sample("", None, new[i]) for i in sorted(new)]
+        return SampleChoice(_first_of_verdicts(alone), [], comparable=False)
+
+    samples: list[Sample] = []
+    counts: list[tuple[str, int]] = []
+    for name, wanted in _KINDS_SHOWN.items():
+        members = [i for i in shared if _TRANSITIONS.get((old[i].correct, new[i].correct), "unscorable") == name]
+        if members or name != "unscorable":
+            counts.append((name, len(members)))
+        samples += [Sample(name, old[i], new[i]) for i in members[:wanted]]
+    return SampleChoice(samples, counts)
+
+
+def _by_problem(result: EvaluationResult | None) -> dict[int, Outcome]:
+    return {} if result is None else {outcome.problem: outcome for outcome in result.greedy}
+
+
+def _first_of_verdicts(samples: Sequence[Sample]) -> list[Sample]:
+    seen: dict[bool | None, list[Sample]] = {}
+    for sample in samples:
+        seen.setdefault(sample.asked.correct, []).append(sample)
+    shown = [one for alike in seen.values() for one in alike[:SHOWN_OF_ONE_SIDE]]
+    return sorted(shown, key=lambda sample: sample.asked.problem)

@@ -13,7 +13,7 @@ from grpo_lab.evaluation.run_record import RunRecord
 
 @dataclass(frozen=True)
 class Panel:
-    """title; what to look for; unit of the y axis; (label, metric names of which the first recorded one is drawn) …
+    """title; what to look for; unit of the y axis; label → metric names of which the first recorded one is drawn.
 
     optional: left out, instead of "not recorded", when the run has none of its metrics.
     """
@@ -21,7 +21,7 @@ class Panel:
     title: str
     meaning: str
     unit: str
-    lines: tuple[tuple[str, tuple[str, ...]], ...]
+    lines: dict[str, tuple[str, ...]]
     share: bool = False
     from_zero: bool = False
     rule: tuple[float, str] | None = None
@@ -29,7 +29,7 @@ class Panel:
 
     @property
     def metrics(self) -> list[str]:
-        return [name for _, names in self.lines for name in names]
+        return [name for names in self.lines.values() for name in names]
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -44,48 +44,45 @@ PANELS = [
         "Lengths of correct and incorrect answers",
         "Wrong answers growing while correct ones do not may be the length bias that Dr.GRPO removes.",
         "tokens per completion",
-        (
-            ("correct", ("completions/mean_length_correct",)),
-            ("incorrect", ("completions/mean_length_incorrect",)),
-            ("all", ("completions/mean_length",)),
-        ),
+        {
+            "correct": ("completions/mean_length_correct",),
+            "incorrect": ("completions/mean_length_incorrect",),
+            "all": ("completions/mean_length",),
+        },
     ),
     Panel(
         DEAD_GROUPS,
         "All completions of the group have the same reward, so the group teaches nothing.",
         "share of groups",
-        (("dead", ("groups/dead_share", "frac_reward_zero_std")),),
+        {"dead": ("groups/dead_share", "frac_reward_zero_std")},
         share=True,
     ),
     Panel(
         "KL to the reference",
         "How far the policy has moved. Only recorded when the reference is loaded (beta above 0).",
         "nats per token",
-        (("KL", ("kl",)),),
+        {"KL": ("kl",)},
     ),
     Panel(
         "KL penalty in the reward",
         "Before its coefficient; summed over each completion.",
         "nats per completion",
-        (("penalty", ("kl/reward_penalty",)),),
+        {"penalty": ("kl/reward_penalty",)},
         optional=True,
     ),
     Panel(
         "Rewards of PPO",
-        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that rises on a KL that runs away is bought.",
+        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that rises on a KL that "
+        "runs away is bought.",
         "reward per completion",
-        (
-            ("shaped", ("ppo/shaped_reward",)),
-            ("task", ("ppo/task_reward",)),
-            ("−β·KL", ("ppo/kl_reward",)),
-        ),
+        {"shaped": ("ppo/shaped_reward",), "task": ("ppo/task_reward",), "−β·KL": ("ppo/kl_reward",)},
         optional=True,
     ),
     Panel(
         "What the critic explains",
         "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 it does harm.",
         "share of the returns' variance",
-        (("explained", ("value/explained_variance",)),),
+        {"explained": ("value/explained_variance",)},
         rule=(0.0, "the mean"),
         optional=True,
     ),
@@ -93,26 +90,26 @@ PANELS = [
         "Entropy",
         "Falls as the policy commits itself; near zero it no longer explores.",
         "nats per token",
-        (("entropy", ("entropy",)),),
+        {"entropy": ("entropy",)},
         from_zero=True,
     ),
     Panel(
         "Clip fraction",
         "Share of tokens whose probability ratio left the trust region; 0 in the first update after each rollout.",
         "share of tokens",
-        (
-            ("clipped", ("clip_ratio/region_mean", "cispo_clip_ratio")),
-            ("below", ("clip_ratio/low_mean",)),
-            ("above", ("clip_ratio/high_mean",)),
-            ("above δ", ("clip_ratio/delta_mean",)),
-        ),
+        {
+            "clipped": ("clip_ratio/region_mean", "cispo_clip_ratio"),
+            "below": ("clip_ratio/low_mean",),
+            "above": ("clip_ratio/high_mean",),
+            "above δ": ("clip_ratio/delta_mean",),
+        },
         share=True,
     ),
     Panel(
         "Truncated completions",
         "Cut off by the token budget before they ended. Above 20% the budget decides the reward.",
         "share of completions",
-        (("truncated", ("completions/clipped_ratio", "completions/truncated_share")),),
+        {"truncated": ("completions/clipped_ratio", "completions/truncated_share")},
         share=True,
         rule=(0.2, "20%"),
     ),
@@ -120,11 +117,11 @@ PANELS = [
         "Tokens of the update",
         "Tokens that went through forward and backward, and those that stock TRL would have computed, padding included.",
         "tokens per step",
-        (
-            ("computed", ("update/tokens_computed",)),
-            ("stock TRL", ("update/tokens_stock",)),
-            ("saved", ("update/tokens_saved",)),
-        ),
+        {
+            "computed": ("update/tokens_computed",),
+            "stock TRL": ("update/tokens_stock",),
+            "saved": ("update/tokens_saved",),
+        },
         from_zero=True,
         optional=True,
     ),
@@ -132,42 +129,49 @@ PANELS = [
         "What the update had to compute",
         "Live: completions whose gradient is not exactly zero. Computed: tokens, against stock TRL. Padding: of the computed.",
         "share",
-        (
-            ("live completions", ("update/live_share",)),
-            ("computed tokens", ("update/computed_share",)),
-            ("padding", ("update/padding_share",)),
-        ),
+        {
+            "live completions": ("update/live_share",),
+            "computed tokens": ("update/computed_share",),
+            "padding": ("update/padding_share",),
+        },
         share=True,
         optional=True,
     ),
-    Panel("Loss", "Near zero by construction in policy gradients; not a measure of progress.", "loss",
-          (("loss", ("loss",)),), optional=True),
-    Panel("Gradient norm", "Before clipping. A jump that stays is a warning.", "norm",
-          (("gradient norm", ("grad_norm",)),), from_zero=True, optional=True),
-]  # fmt: skip
+    Panel(
+        "Loss",
+        "Near zero by construction in policy gradients; not a measure of progress.",
+        "loss",
+        {"loss": ("loss",)},
+        optional=True,
+    ),
+    Panel(
+        "Gradient norm",
+        "Before clipping. A jump that stays is a warning.",
+        "norm",
+        {"gradient norm": ("grad_norm",)},
+        from_zero=True,
+        optional=True,
+    ),
+]
+_EACH_REWARD = re.compile(r"rewards/.+/mean", re.DOTALL)
 _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_)?reward", "reward"), ("_time$", "s")]
 
 
 def panels_of(*records: RunRecord) -> list[Panel]:
     """`PANELS` after the reward, which has a line for each of several rewards. With a critic no group is dead."""
-    names = sorted(
-        {name for record in records for name in record.metrics if re.fullmatch(r"rewards/.+/mean", name, re.DOTALL)}
-    )
-    single = [(name[len("rewards/") : -len("/mean")], (name,)) for name in names] if len(names) > 1 else []
+    names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
+    single = {name.removeprefix("rewards/").removesuffix("/mean"): (name,) for name in names} if len(names) > 1 else {}
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
-    reward = Panel("Reward", meaning, "reward per completion", (("total", ("reward",)), *single), from_zero=True)
+    reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, from_zero=True)
     critic = any(record.first_of("ppo/task_reward") for record in records)
     return [reward, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
 
 
 def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
     """The plots of a run; and in words what was not recorded, optional ones aside."""
-    found = [
-        ("", _working(record)),
-        (EVALUATIONS, _accuracy(record)),
-    ]
+    found = [("", _working(record)), (EVALUATIONS, _accuracy(record))]
     for panel in panels_of(record):
-        lines = [Line(label, record.first_of(*names)) for label, names in panel.lines]
+        lines = [Line(label, record.first_of(*names)) for label, names in panel.lines.items()]
         drawn = figure(panel.title, panel.meaning, lines, panel.unit, **panel.shape)
         found.append(("" if panel.optional else f"{panel.title} ({', '.join(panel.metrics)})", drawn))
     return [one for _, one in found if one], [name for name, one in found if name and not one]
@@ -176,7 +180,7 @@ def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
 def unit_of(metric: str) -> str:
     """Of a metric that a panel draws, or by its name; empty where that does not say."""
     drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
-    return drawn.get(metric) or next((unit for told, unit in _UNITS if re.search(told, metric)), "")
+    return drawn.get(metric) or next((unit for named, unit in _UNITS if re.search(named, metric)), "")
 
 
 def _working(record: RunRecord) -> Figure | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_lab.evaluation.comparison_page import rewrite_comparison
+from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Page
-from grpo_lab.evaluation.rounds_page import rounds_page
-from grpo_lab.evaluation.run_page import run_page
+from grpo_lab.evaluation.run_page import rounds_page, run_page
 from grpo_lab.evaluation.run_record import CURATION, ROUNDS, read_run
 
 
@@ -39,10 +38,5 @@ def report_page(folder: Path) -> Page:
     else:
         page = rounds_page(record) if record.kind == ROUNDS else run_page(record)
     others = " and ".join(record.kinds[1:])
-    return (
-        replace(
-            page, notices=[*page.notices, f"the folder also holds what a {others} left; this page is not about that"]
-        )
-        if others
-        else page
-    )
+    more = [f"the folder also holds what a {others} left; this page is not about that"] if others else []
+    return replace(page, notices=[*page.notices, *more])

@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.files import write_json
-from grpo_lab.evaluation.outcomes import Outcome, of_kind, read_outcomes, vote_key, write_outcomes
+from grpo_lab.evaluation.outcomes import Outcome, read_outcomes, vote_key, write_outcomes
 from grpo_lab.evaluation.statistics import (
     Interval,
     Vote,
@@ -22,6 +21,7 @@ from grpo_lab.evaluation.statistics import (
     paired_difference,
     pass_at_k,
 )
+from grpo_lab.io import write_json
 from grpo_lab.rewards.arithmetic.steps import works_out
 
 
@@ -39,11 +39,11 @@ class EvaluationResult:
 
     @cached_property
     def greedy(self) -> tuple[Outcome, ...]:
-        return tuple(of_kind(self.outcomes, "greedy"))
+        return tuple(outcome for outcome in self.outcomes if outcome.kind == "greedy")
 
     @cached_property
     def sampled(self) -> tuple[Outcome, ...]:
-        return tuple(of_kind(self.outcomes, "sampled"))
+        return tuple(outcome for outcome in self.outcomes if outcome.kind == "sampled")
 
     @property
     def n_problems(self) -> int:

@@ -9,23 +9,23 @@ run_dir/evaluation/step_<n>/          the same during training, where the run ev
 run_dir/outcomes.jsonl                of a folder that is one evaluation
 run_dir/curation.json                 of one that is a curation
 ```
-Whatever could not be read is named in `notices`.
-
-Whether a run works, read from its folder: the verdicts of ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
+Whatever could not be read is named in `notices`. Whether the run works: the findings of ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.diagnostics import Facts, Verdict, changes, diagnose
+from grpo_lab.diagnostics import Diagnosis, Facts, changes, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.statistics import is_number
+from grpo_lab.io import json_lines
 
 Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
@@ -33,6 +33,8 @@ Series = list[tuple[int, float]]
 TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
 _NUMBERED_LINES = 5
 _DEEPEST = 40
+_VERDICTS = 5
+_GUARD = "guard/"
 
 
 @dataclass
@@ -79,10 +81,8 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    for step, path in sorted(_step_folders(evaluations)):
-        result = _read_evaluation(path, record.notices)
-        if result is not None:
-            record.during.append((step, result))
+    during = [(step, _read_evaluation(path, record.notices)) for step, path in sorted(_step_folders(evaluations))]
+    record.during = [(step, result) for step, result in during if result is not None]
     rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
     record.rounds = [{"round": number, **row} for number, row in rounds]
     record.kinds = _kinds_of(record)
@@ -120,11 +120,11 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(summary, dict):
         notices.append(f"run.json holds a {type(summary).__name__}, not a mapping; it was left out")
-        return {}
-    if _too_deep(summary, _DEEPEST):
+    elif _too_deep(summary, _DEEPEST):
         notices.append(f"run.json is nested more than {_DEEPEST} deep; it was left out")
-        return {}
-    return summary
+    else:
+        return summary
+    return {}
 
 
 def _too_deep(value: Any, left: int) -> bool:
@@ -135,22 +135,22 @@ def _too_deep(value: Any, left: int) -> bool:
 def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:
     """(``key``, the other numbers) of each line, rising; what is left out is named."""
     rows: dict[int, dict[str, float]] = {}
-    damaged: list[tuple[int, str]] = []
-    not_finite: dict[str, int] = {}
+    damaged: list[str] = []
+    not_finite: Counter[str] = Counter()
     repeated = 0
-    for number, row in _json_lines(path, damaged):
-        at = row.pop(key, None)
-        if not is_number(at):
-            damaged.append((number, f"no usable `{key}` (saw {str(at)[:40]!r})"))
+    for number, row in json_lines(path) if path.is_file() else ():
+        at = row if isinstance(row, str) else row.pop(key, None)
+        if isinstance(row, str) or not is_number(at):
+            why = row if isinstance(row, str) else f"no usable `{key}` (saw {str(at)[:40]!r})"
+            damaged.append(f"{path.name}, line {number}: {why}; the line was left out")
             continue
         for name, value in row.items():
             if is_number(value):
                 repeated += name in rows.setdefault(int(at), {})
                 rows[int(at)][name] = float(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
-                not_finite[name] = not_finite.get(name, 0) + 1
-    for number, reason in sorted(damaged)[:_NUMBERED_LINES]:
-        notices.append(f"{path.name}, line {number}: {reason}; the line was left out")
+                not_finite[name] += 1
+    notices += damaged[:_NUMBERED_LINES]
     if len(damaged) > _NUMBERED_LINES:
         notices.append(f"{path.name}: {len(damaged) - _NUMBERED_LINES} further lines were left out")
     if repeated:
@@ -158,28 +158,9 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
             f"{path.name}: {repeated} values were logged twice for one {key} (a resumed run?); the later ones are shown"
         )
     for name, count in not_finite.items():
-        notices.append(
-            f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {count} {'row' if count == 1 else 'rows'}, not drawn"
-        )
+        rows_of = "row" if count == 1 else "rows"
+        notices.append(f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {count} {rows_of}, not drawn")
     return sorted(rows.items())
-
-
-def _json_lines(path: Path, damaged: list[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                damaged.append((number, f"not JSON ({error})"))
-                continue
-            if isinstance(row, dict):
-                yield number, row
-            else:
-                damaged.append((number, f"a JSON {type(row).__name__}, not an object"))
 
 
 def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | None:
@@ -193,29 +174,21 @@ def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | Non
 
 
 def _step_folders(evaluations: Path) -> Iterator[tuple[int, Path]]:
-    if not evaluations.is_dir():
-        return
-    for path in evaluations.iterdir():
+    for path in evaluations.iterdir() if evaluations.is_dir() else ():
         named = re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII)
         if named and path.is_dir():
             yield int(named[1]), path
 
 
-GUARD = "guard/"
-
-SHOWN = 5
-"""Verdicts in a report, the last ones."""
-
-
-def verdicts(record: RunRecord) -> list[Verdict]:
-    """The last verdicts, each where something changed, the last window's at the end; empty where no training was logged.
+def verdicts(record: RunRecord) -> list[Diagnosis]:
+    """The last diagnoses, each where something changed, the last window's at the end; empty where no training was logged.
 
     Values that are not finite stand under the report's notices: `read_run` keeps none.
     """
-    return list(changes(windows(record), facts_of(record)))[-SHOWN:]
+    return list(changes(windows(record), facts_of(record)))[-_VERDICTS:]
 
 
-def last_verdict(folder: str | Path) -> Verdict | None:
+def last_verdict(folder: str | Path) -> Diagnosis | None:
     """What the last window of the run in ``folder`` says; None where no training was logged."""
     record = read_run(folder)
     found = windows(record)
@@ -231,9 +204,9 @@ def left_out(folder: str | Path) -> str | None:
     ends = sorted({step for series in metrics.values() for step, _ in series})
     length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
     counts = {
-        name.removeprefix(GUARD): round(sum(share * length[step] for step, share in series))
+        name.removeprefix(_GUARD): round(sum(share * length[step] for step, share in series))
         for name, series in metrics.items()
-        if name.startswith(GUARD)
+        if name.startswith(_GUARD)
     }
     if not (steps := counts.pop("left_out", 0)):
         return None

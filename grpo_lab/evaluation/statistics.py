@@ -1,7 +1,6 @@
 """Shares, intervals, pass@k and maj@k, from counts. No tensors, no model, no text.
 
-Everything here is an estimate over *problems* drawn from some population of problems; samples of one problem are
-not independent of one another, so their spread never enters an interval as if they were.
+An estimate is over *problems*; samples of one problem are not independent, so their spread enters no interval as if they were.
 """
 
 from __future__ import annotations
@@ -75,11 +74,9 @@ def accuracy_interval(correct: Sequence[bool], level: float = 0.95) -> Interval 
 def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, level: float = 0.95) -> Interval | None:
     """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
 
-    The samples of one problem rise and fall together, so the variance is that of the N problem means,
-    SE² = s²/N (the clustered standard error of Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes), and not
-    p(1−p)/(N·n). SE² is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard,
-    Survey Methodology 24, 1998) which enters Wilson's formula, so that the limits behave at 0 and 1.
-    n* is kept within [1, N·n]; where no spread can be seen (all problems alike) it is N, the cautious reading.
+    The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes), not p(1−p)/(N·n). It
+    is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard, Survey Methodology 24, 1998) for Wilson's
+    formula, so that the limits behave at 0 and 1; n* is kept within [1, N·n], and is N where all problems are alike.
     """
     n = len(per_problem)
     if n == 0:
@@ -99,9 +96,8 @@ def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, l
 def paired_difference(before: Sequence[bool], after: Sequence[bool], level: float = 0.95) -> Interval | None:
     """Change in accuracy on the *same* problems: (became correct − became wrong) / N.
 
-    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24,
-    2005), which is what keeps them honest when few problems changed sides. Pairing makes this narrower than the
-    difference of two separate intervals.
+    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24, 2005), which keeps
+    them honest when few problems changed sides.
     """
     if len(before) != len(after):
         raise ValueError(f"the pairs must be on the same problems, got {len(before)} before and {len(after)} after")

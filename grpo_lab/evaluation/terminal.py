@@ -16,7 +16,7 @@ from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.visible import visible
 
 if TYPE_CHECKING:
-    from grpo_lab.diagnostics import Verdict
+    from grpo_lab.diagnostics import Diagnosis
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
@@ -42,7 +42,7 @@ def terminal_summary(
     report: str | Path | None = None,
     model_path: str | Path | None = None,
     seconds: float | None = None,
-    health: Verdict | None = None,
+    health: Diagnosis | None = None,
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
@@ -78,21 +78,15 @@ def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """`held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
     n = after.accuracy.n if after.accuracy else 0
     new = _three(after.accuracy)
-    return (
-        f"held-out accuracy: {new} (n={n})"
-        if before is None
-        else f"held-out accuracy: before {_three(before.accuracy)} after {new} (n={n})"
-    )
+    both = new if before is None else f"before {_three(before.accuracy)} after {new}"
+    return f"held-out accuracy: {both} (n={n})"
 
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """`held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
     new = _tokens(after.mean_length)
-    return (
-        f"held-out length: {new} tokens"
-        if before is None
-        else f"held-out length: before {_tokens(before.mean_length)} after {new} tokens"
-    )
+    both = new if before is None else f"before {_tokens(before.mean_length)} after {new}"
+    return f"held-out length: {both} tokens"
 
 
 def _three(interval: Interval | None) -> str:
@@ -128,30 +122,27 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     """
     gain = None if before is None else paired_gain(before, after)
     old_accuracy = None if before is None else before.accuracy
-    rows = [("greedy accuracy", _limits(old_accuracy), _limits(after.accuracy), _gain(gain))]
+    rows = [("greedy accuracy", _limits(old_accuracy), _limits(after.accuracy), points(gain))]
     old_shares = dict(_sampled_shares(before)) if before is not None else {}
     for name, share in _sampled_shares(after):
         old = old_shares.get(name)
         rows.append((name, _limits(old), _limits(share), _change(_value(old), _value(share), 100)))
-    for name, read in _LENGTHS:
-        old_length, new_length = (None if before is None else read(before)), read(after)
-        rows.append((name, _tokens(old_length), _tokens(new_length), _change(old_length, new_length)))
-    for name, read in _SHARES:
-        old_share, new_share = (None if before is None else read(before)), read(after)
-        rows.append((name, percent(old_share), percent(new_share), _change(old_share, new_share, 100)))
+    for name, read, is_share in _NUMBERS:
+        old_number, new_number = (None if before is None else read(before)), read(after)
+        show = percent if is_share else _tokens
+        rows.append((name, show(old_number), show(new_number), _change(old_number, new_number, 100 if is_share else 1)))
     return rows
 
 
-_LENGTHS: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
-    ("tokens, mean", lambda result: result.mean_length),
-    ("tokens, correct", lambda result: result.mean_length_correct),
-    ("tokens, incorrect", lambda result: result.mean_length_incorrect),
+_NUMBERS: list[tuple[str, Callable[[EvaluationResult], float | None], bool]] = [
+    ("tokens, mean", lambda result: result.mean_length, False),
+    ("tokens, correct", lambda result: result.mean_length_correct, False),
+    ("tokens, incorrect", lambda result: result.mean_length_incorrect, False),
+    ("worked out", lambda result: result.worked_out_share, True),
+    ("truncated", lambda result: result.truncated_share, True),
+    ("unscorable", lambda result: result.unscorable_share, True),
 ]
-_SHARES: list[tuple[str, Callable[[EvaluationResult], float | None]]] = [
-    ("worked out", lambda result: result.worked_out_share),
-    ("truncated", lambda result: result.truncated_share),
-    ("unscorable", lambda result: result.unscorable_share),
-]
+"""Name, where it is in a result, whether it is a share (else tokens)."""
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
@@ -202,7 +193,8 @@ def _value(interval: Interval | None) -> float | None:
     return None if interval is None else interval.value
 
 
-def _gain(gain: Interval | None) -> str:
+def points(gain: Interval | None) -> str:
+    """A difference of shares in percentage points, with its interval."""
     if gain is None:
         return NOT_RECORDED
     return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"

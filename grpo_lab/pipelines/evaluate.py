@@ -52,8 +52,8 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `grpo-lab evaluate`. Those without a value given are not in the namespace."""
+    from grpo_lab.data.made import SPLITS
     from grpo_lab.data.prompts import TEMPLATES
-    from grpo_lab.data.word_problem_stories import SPLITS
 
     given: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("model", help="folder or hub name")

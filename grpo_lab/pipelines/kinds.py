@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from grpo_lab.curation import Sampled, average_weights
-from grpo_lab.evaluation.files import write_json_lines
+from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from

@@ -22,8 +22,8 @@ from typing import Any
 from grpo_lab.curation import Sampled, average_weights, sampled
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, write_report
-from grpo_lab.evaluation.files import write_json, write_json_lines
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.early_checks import check_trackers
 from grpo_lab.pipelines.in_words import count_of, model_of, sampling_of, settings_in_words, told

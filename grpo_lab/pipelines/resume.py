@@ -16,7 +16,7 @@ from grpo_lab.pipelines.strict_yaml import parsed
 from grpo_lab.runs.differences import Difference, refuse_other_rows
 from grpo_lab.runs.folder import read_marker
 from grpo_lab.runs.metrics_file import cut_metrics
-from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
+from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.which import newest_read
 from grpo_lab.trainer.resume.whole import SAVING, step_of
 
@@ -125,7 +125,7 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
                 )
         elif "parameters" in record:  # written when the training began
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
-        due = newest is not None and (newest / EVALUATION_DUE).is_file()
+        due = newest is not None and "evaluation_due" in read_state(newest).entries
         cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest), due)
     return newest
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_lab.curation import Sampled
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.io import whole_folder
+from grpo_lab.io import whole_folder, write_json_lines
 from grpo_lab.pipelines import parts
 from grpo_lab.pipelines import rounds_plan as words
 from grpo_lab.pipelines.in_words import told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_lab.evaluation.rounds_page import ACCURACY
+from grpo_lab.evaluation.run_page import ACCURACY
 
 Line = dict[str, Any]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from grpo_lab.evaluation.files import write_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
 from grpo_lab.pipelines.strict_yaml import written
@@ -65,7 +65,7 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
         _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
     if any(found.of("evaluation") for found in changed):
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    write_text(folder / "recipe.yaml", written(plain_settings(recipe)))
+    write_whole_text(folder / "recipe.yaml", written(plain_settings(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
     return folder

@@ -17,9 +17,9 @@ from rich import box
 from rich.table import Table
 
 from grpo_lab.evaluation import write_report
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.evaluation.rounds_page import rounds_table
+from grpo_lab.evaluation.run_page import rounds_table
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines import rounds_plan as words
 from grpo_lab.pipelines.early_checks import check_trackers, cold_start_rows
 from grpo_lab.pipelines.in_words import count_of, told

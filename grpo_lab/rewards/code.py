@@ -3,21 +3,16 @@
     all      1[every test passes]
     share    tests passed / tests
 
-Idea: a reward that only a working program earns (HumanEval, arXiv 2107.03374; MBPP, arXiv 2108.07732; RL on unit tests: CodeRL, arXiv
-2207.01780). How we differ from graders that run program and tests in one interpreter: there a program can leave before the tests, patch
-``assert``'s surroundings, return an object that equals everything or read the expected values off the stack. Here the tests run in a process of
-their own, and the program in another one behind walls, which is asked for values and answers with data.
-docs/algorithms/code_reward.md says what that protects from and what not.
+Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own and the program in another
+one behind walls, which is asked for values and answers with data (docs/algorithms/code_reward.md: what that protects from, what not).
 
-The column of tests holds one of three kinds, as data sets write them:
+The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it (SYNTHETIC-1):
 
     assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such lines, or
                  {"functional": text} (LeetCode in rllm and code-r1)
     pairs        [{"input": …, "output": …}, …], [[input, output], …], {"input(s)": […], "output(s)": […]}: a script's text
     calls        the same with the name of a function (``fn_name``, ``entry_point``, or ``func_name`` in ``metadata``): its arguments, as a
                  list, and what it must return; or both as JSON text, an argument a line (LiveCodeBench, verl)
-
-Any of them may be JSON text, as a column of mixed types often is, or written as Python prints it (SYNTHETIC-1).
 """
 
 from __future__ import annotations
@@ -233,11 +228,7 @@ class CodeReward:
         golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
         programs = [program_text(completion_text(completion)) for completion in completions]
         keys = [(program, repr(gold)) for program, gold in zip(programs, golds, strict=True)]
-        wanted: dict[tuple[str, str], tuple[str, Tests]] = {
-            key: (program, gold)
-            for key, program, gold in zip(keys, programs, golds, strict=True)
-            if isinstance(gold, Tests)
-        }
+        wanted = {key: (key[0], gold) for key, gold in zip(keys, golds, strict=True) if isinstance(gold, Tests)}
         if wanted:
             self._say_what_is_in_force()
         found = self._judge.judge(list(wanted.values()), stop_early=self.score == "all")

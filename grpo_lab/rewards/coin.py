@@ -1,10 +1,8 @@
 """CoinReward: a control. 1.0 with probability `p`, whatever the completion says.
 
-Idea: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer: its family has seen the problems (arXiv
-2507.10532), and clipping favours what the model does anyway (arXiv 2506.10947). A gain that a coin gives too is not the
-reward's. Train the control with everything else as in the run it is compared with, and report both.
-
-Not a reward to train a model with.
+RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer: its family has seen the problems (arXiv 2507.10532), and
+clipping favours what the model does anyway (arXiv 2506.10947). A gain that a coin gives too is not the reward's: train the control with
+everything else as in the run it is compared with, and report both.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ import numpy as np
 class CoinReward:
     """A coin for each completion, thrown anew at every call.
 
-    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same coins,
-    ranks throw different ones, and a run that was resumed goes on as the one that was not (where `eval_dataset` throws coins on
-    the way, apart from the batch of the checkpoint itself).
+    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same coins, ranks throw
+    different ones, a resumed run goes on (apart from the checkpoint's own batch where `eval_dataset` throws coins on the way).
 
     Args:
         p: probability of 1.0.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 _PARSED = ("reasoning_content", "thinking")  # where TRL's response parsing puts what stood between the tags
-_OPEN, _CLOSE = "<think>", "</think>"
+THINK, END_OF_THINK = "<think>", "</think>"
 _FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})")
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*\}?")
 _QUOTES = re.compile(r"\"\"\"|'''")
@@ -35,8 +35,8 @@ class RowReward(ABC):
         """Rewards in order. ``ValueError`` where completions or columns are missing, or are not one to one."""
         given = [columns.get(name) for name in self.columns]
         if completions is None or any(values is None for values in given):
-            named = " and ".join(f"{name!r}" for name in self.columns)
-            raise ValueError(f"{type(self).__name__} needs completions=[...] and the column {named}")
+            needed = ["completions=[...]", *(f"the column {name!r}" for name in self.columns)]
+            raise ValueError(f"{type(self).__name__} needs {' and '.join(needed)}")
         lists = [completions, *(values for values in given if values is not None)]
         if len({len(values) for values in lists}) > 1:
             counts = dict(zip(("completions", *self.columns), map(len, lists), strict=True))
@@ -89,12 +89,12 @@ def reasoning_of(text: str) -> str:
     text, without its closing tag (stopped by the token budget) it ends with it. An empty block is empty reasoning, so that
     reasoning outside the tags is not mistaken for it.
     """
-    first_open, first_close = text.find(_OPEN), text.find(_CLOSE)
+    first_open, first_close = text.find(THINK), text.find(END_OF_THINK)
     if first_open < 0 and first_close < 0:
         return text
     if first_close >= 0 and not 0 <= first_open < first_close:
-        text = _OPEN + text
-    blocks = [after.split(_CLOSE, 1)[0] for after in text.split(_OPEN)[1:]]
+        text = THINK + text
+    blocks = [after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:]]
     return "\n".join(blocks)
 
 
@@ -113,7 +113,7 @@ def program_text(completion: str) -> str:
     Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a line that
     ends with the closing fence. A byte order mark is no part of a program.
     """
-    text = completion.rpartition(_CLOSE)[2]
+    text = completion.rpartition(END_OF_THINK)[2]
     blocks = fenced_blocks(text)
     for wanted in (_PYTHON.fullmatch, "".__eq__, lambda language: True):
         chosen = [block for language, block in blocks if wanted(language)]
@@ -219,7 +219,7 @@ def answer_block(completion: str) -> str:
 
     Text before the last ``</think>`` is not looked at; an ``<answer>`` that is never closed reaches to the end.
     """
-    text = completion.rpartition(_CLOSE)[2]
+    text = completion.rpartition(END_OF_THINK)[2]
     _, marked, answer = text.rpartition("<answer>")
     if marked:
         return answer.partition("</answer>")[0]

@@ -11,34 +11,36 @@ space. How we differ: TRL's `think_format_reward` knows the second layout only a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import Any, Literal
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import END_OF_THINK, THINK, RowReward
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAG = re.compile(r"</?(?:think|answer)>")
+_TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
+_LAYOUTS = {"think_answer": (_TAGS, [False, True, False, True, False]), "think": (_TAGS[:2], [False, True, True])}
+"""form → its tags in order, and which of the texts around them say something."""
 
 
-class ThinkFormatReward:
+class ThinkFormatReward(RowReward):
     """Checks the layout of a completion.
 
     Args:
         form: `"think_answer"` or `"think"`, see the module.
-        think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, as the
-            R1 template does, so the completion must not repeat it. `"auto"`: it may be in either place, once; where
-            prompts are given, a completion without it passes only if its prompt ends with `<think>`.
+        think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, so the completion
+            must not repeat it.
     """
 
     def __init__(
         self,
         form: Literal["think_answer", "think"] = "think_answer",
         *,
-        think_opened: Literal["completion", "prompt", "auto"] = "completion",
+        think_opened: Literal["completion", "prompt"] = "completion",
     ) -> None:
-        if form not in ("think_answer", "think"):
+        if form not in _LAYOUTS:
             raise ValueError(f"form must be 'think_answer' or 'think'; got {form!r}")
-        if think_opened not in ("completion", "prompt", "auto"):
-            raise ValueError(f"think_opened must be 'completion', 'prompt' or 'auto'; got {think_opened!r}")
+        if think_opened not in ("completion", "prompt"):
+            raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
         self.form = form
         self.think_opened = think_opened
         self.__name__ = "think_format_reward"  # TRL names its metrics after this
@@ -46,45 +48,7 @@ class ThinkFormatReward:
     def __repr__(self) -> str:
         return f"ThinkFormatReward(form={self.form!r}, think_opened={self.think_opened!r})"
 
-    def __call__(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
-    ) -> list[float | None]:
-        """1.0 or 0.0 per completion. Prompts are read only with `think_opened="auto"`."""
-        if completions is None:
-            raise ValueError("ThinkFormatReward needs completions=[...]; got none")
-        if prompts is not None and len(prompts) != len(completions):
-            raise ValueError(f"got {len(prompts)} prompts and {len(completions)} completions; they must be one to one")
-        texts = [completion_text(completion) for completion in completions]
-        return [float(self._well_formed(text, self._opened(text, prompts, i))) for i, text in enumerate(texts)]
-
-    def _opened(self, text: str, prompts: Sequence[Any] | None, row: int) -> bool:
-        """Whether the prompt, not the completion, opened the thinking."""
-        if self.think_opened != "auto":
-            return self.think_opened == "prompt"
-        if text.lstrip().startswith("<think>"):
-            return False
-        return prompts is None or _prompt_end(prompts[row]).endswith("<think>")
-
-    def _well_formed(self, text: str, opened_by_prompt: bool) -> bool:
-        if opened_by_prompt:
-            text = "<think>" + text
-        expected = _TAGS if self.form == "think_answer" else _TAGS[:2]
-        if any(text.count(tag) != (tag in expected) for tag in _TAGS):
-            return False
-        before, _, rest = text.partition("<think>")
-        thinking, closed, rest = rest.partition("</think>")
-        if before.strip() or not closed or not thinking.strip():
-            return False
-        if self.form == "think":
-            return bool(rest.strip())
-        between, opened, rest = rest.partition("<answer>")
-        answer, closed, after = rest.partition("</answer>")
-        return bool(opened and closed and answer.strip()) and not between.strip() and not after.strip()
-
-
-def _prompt_end(prompt: Any) -> str:
-    """The end of a prompt: of a message list, of an assistant message that the completion continues."""
-    if isinstance(prompt, str):
-        return prompt.rstrip()
-    last = prompt[-1] if prompt else {}
-    return completion_text([last]).rstrip() if last.get("role") == "assistant" else ""
+    def score(self, text: str, *row: Any) -> float:
+        text = THINK + text if self.think_opened == "prompt" else text
+        tags, filled = _LAYOUTS[self.form]
+        return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] == filled)

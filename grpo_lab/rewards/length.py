@@ -5,13 +5,9 @@
                min(0, λ_i)   if it is wrong
     reward_i = 0 for all     if max_len = min_len
 
-``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5,
-arXiv 2501.12599, section 2.3.3 "Length penalty". It is added to the task reward with a weight; since it can
-slow early training down, the paper trains without it first and with a constant weight afterwards.
-
-The paper leaves open, so ours: the weight (no default here), the length of the warm-up, what a truncated sample counts
-as, and what happens to a sample whose correctness is not known. How public code departs from the formula: min and max
-over all prompts of a batch, lengths in characters, or half a group per rank; ``docs/algorithms/kimi_length_reward.md``.
+``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5, arXiv 2501.12599, section
+2.3.3 "Length penalty": added to the task reward with a weight, off at first, then constant. What the paper leaves open, and how public code
+departs from it: ``docs/algorithms/kimi_length_reward.md``.
 """
 
 from __future__ import annotations
@@ -59,20 +55,16 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
 class KimiLengthReward(GroupReward):
     """``weight(step) · λ``: the length reward as a group reward, its weight and warm-up included.
 
-    The values returned already carry the weight, so that the same object means the same in stock TRL; leave its entry in
-    ``reward_weights`` at 1.
+    The values carry the weight: leave its entry in ``reward_weights`` at 1.
 
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
-        warmup_steps: weight 0 for this many optimizer steps, then ``weight`` (the paper's form). With a schedule as
-            ``weight`` leave it at 0: the schedule says everything.
-        correctness: the completion reward that says what is correct: its name (the run's own values are used), or the
-            callable itself (needed in stock TRL, which shows no reward the values of another).
+        warmup_steps: weight 0 for this many optimizer steps, then ``weight``; 0 where ``weight`` is a schedule.
+        correctness: the completion reward that says what is correct: its name, or the callable itself (needed in stock TRL).
         correct_from: a sample is correct if its value is at least this.
-        truncated: what a sample stopped by the token budget counts as. ``as_is`` (default): its length as generated, its
-            correctness as graded. ``wrong``: never correct, so never praised for stopping at the budget. ``exclude``: not
-            in min and max, reward 0. Only ``LabTrainer`` knows which samples were truncated: the last two are refused
-            in stock TRL.
+        truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they are.
+            ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock TRL, which does not
+            say what was truncated.
         num_generations: see ``GroupReward``.
 
     A sample that the correctness reward calls unscorable (``None``) is not in min and max and gets ``None``.

@@ -1,12 +1,11 @@
 """What a reward may look at: one completion, or the whole group that shares its prompt.
 
-TRL calls every reward on each rank's *local* rows and gathers the numbers afterwards. A reward that compares the samples
-of one group (Kimi's length reward: shortest and longest of the group) is then computed on half a group wherever a group
-straddles ranks, and nobody notices. Here a reward states what it needs:
+TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge half a group wherever a
+group straddles ranks, and nobody notices. Here a reward states what it needs:
 
 * ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
-* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
-  columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
+* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the columns, builds whole
+  groups and calls ``score_group`` on each, the same on every rank.
 
 A team writes one in five lines::
 
@@ -16,21 +15,21 @@ A team writes one in five lines::
         best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
         return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
 
-What cannot work is refused where the reward is written down, not after the first generation. In stock TRL the same object is an
-ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason where these cannot be whole
-groups. Source: ours (asked for in trl #3896).
+In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason.
+Source: ours (asked for in trl #3896).
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from pickle import PicklingError
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, cast, overload
 
 from grpo_lab.rewards.completion import completion_text
@@ -55,7 +54,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
         "reward in pieces. Use grpo_lab.LabTrainer, which gathers first and scores whole groups"
     )
     if num_generations is None:
-        processes = _processes()
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
         if processes > 1:
             raise ValueError(
                 f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are whole. "
@@ -75,14 +74,6 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
     return [(start + offset, num_generations) for start, size in runs for offset in range(0, size, num_generations)]
 
 
-def _processes() -> int:
-    """How many processes train together, as far as one of them knows."""
-    torch_distributed = import_module("torch.distributed")
-    if torch_distributed.is_available() and torch_distributed.is_initialized():
-        return int(torch_distributed.get_world_size())
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def refuse_waiting(call: Any, what: str) -> None:
     """ValueError for an ``async def``: whole groups are scored on every rank, one after the other, and nobody awaits."""
     while isinstance(call, partial):
@@ -99,16 +90,6 @@ def check_requires(requires: Any) -> None:
     """ValueError unless ``requires`` is a tuple of names; a bare string would be read as its letters."""
     if isinstance(requires, str) or not all(isinstance(name, str) for name in requires):
         raise ValueError(f"`requires` is {requires!r}; it is a tuple of reward names, such as ('accuracy_reward',)")
-
-
-def check_decorated(score: Any) -> None:
-    """ValueError for what ``@group_reward`` cannot decorate: an ``async def``, no function, a function without a name."""
-    refuse_waiting(score, getattr(score, "__qualname__", repr(score)))
-    if not callable(score) or not hasattr(score, "__qualname__"):
-        raise ValueError(
-            f"@group_reward decorates a function of one group, got {score!r}; settings are named: "
-            "`@group_reward(requires=('accuracy_reward',))`. An object with settings derives from GroupReward"
-        )
 
 
 Scope = Literal["completion", "group", "step"]
@@ -304,7 +285,12 @@ class _FunctionReward(GroupReward):
         sources: Mapping[str, CompletionReward] | None = None,
         reads_environments: bool = False,
     ) -> None:
-        check_decorated(score)
+        refuse_waiting(score, getattr(score, "__qualname__", repr(score)))
+        if not callable(score) or not hasattr(score, "__qualname__"):
+            raise ValueError(
+                f"@group_reward decorates a function of one group, got {score!r}; settings are named: "
+                "`@group_reward(requires=('accuracy_reward',))`. An object with settings derives from GroupReward"
+            )
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires, self.reads_environments = requires, reads_environments
         self.__name__ = score.__name__
@@ -319,26 +305,12 @@ class _FunctionReward(GroupReward):
                 group = replace(group, rewards={**group.rewards, name: self.required(name, group)})
         return self._score(group)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        address = (self.__module__, self.__qualname__)
-        try:
-            _at_address(*address)
-        except (ImportError, AttributeError) as error:
-            raise PicklingError(f"a group reward is pickled by its address, and {address} is none: {error}") from error
-        return (_restore, (*address, self.requires, self.num_generations, self.sources, self.reads_environments))
-
-
-def _at_address(module: str, qualname: str) -> Any:
-    found: Any = import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _restore(module: str, qualname: str, *settings: Any) -> GroupReward:
-    found = _at_address(module, qualname)
-    # After ``@group_reward`` the address holds the reward itself; after ``r = group_reward(f)`` it still holds ``f``.
-    return found if isinstance(found, GroupReward) else _FunctionReward(found, *settings)
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        with suppress(AttributeError):
+            if attrgetter(self.__qualname__)(sys.modules[self.__module__]) is self:  # after the decorator
+                return str(self.__qualname__)
+        settings = (self.requires, self.num_generations, self.sources, self.reads_environments)
+        return type(self), (self._score, *settings)
 
 
 @overload

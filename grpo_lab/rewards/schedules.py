@@ -15,8 +15,7 @@ is in every checkpoint, and nothing else needs to be.
 ``piecewise``    points ``[[step, value], …]``  the value of the last point that ``step`` has reached
 ===============  =============================  ====================================================================
 
-All values are weights without unit. Kimi k1.5 (section 2.3.3) states only "first without the length penalty, then a
-constant one": the other shapes are ours.
+All values are weights without unit. Kimi k1.5 (section 2.3.3): "first without the length penalty, then a constant one".
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from grpo_lab.settings import did_you_mean, refuse_unknown
+from grpo_lab.settings import Count, Float, did_you_mean, must_be, refuse_unknown, settings
+
+Points = Annotated[tuple[tuple[Count, Float], ...], must_be("pairs [step, value]")]
 
 
-@dataclass(frozen=True)
 class Schedule:
     """Base: a picklable, comparable, pure function ``step -> weight``."""
 
@@ -48,18 +48,18 @@ class Schedule:
     def weight(self, step: int) -> float:
         raise NotImplementedError
 
+    def in_words(self, factor: float = 1.0) -> str:
+        """``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
+        raise NotImplementedError
+
     def as_mapping(self) -> dict[str, Any]:
         """The mapping that ``schedule_from`` turns back into this schedule (for logs and run summaries)."""
-        return {"kind": self.kind, **asdict(self)}
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
 
     @property
     def final(self) -> float:
         """The weight when every change is over."""
         return self.weight(sys.maxsize)
-
-    def in_words(self, factor: float = 1.0) -> str:
-        """``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
-        raise NotImplementedError
 
     @property
     def is_constant(self) -> bool:
@@ -67,16 +67,14 @@ class Schedule:
         return False
 
 
-@dataclass(frozen=True)
+@settings()
 class Constant(Schedule):
     """The same weight at every step."""
 
-    value: float
+    value: Float
 
     kind: ClassVar[str] = "constant"
-
-    def __post_init__(self) -> None:
-        _check_weights(self.kind, value=self.value)
+    is_constant: ClassVar[bool] = True
 
     def weight(self, step: int) -> float:
         return self.value
@@ -84,23 +82,15 @@ class Constant(Schedule):
     def in_words(self, factor: float = 1.0) -> str:
         return f"{factor * self.value:g}"
 
-    @property
-    def is_constant(self) -> bool:
-        return True
 
-
-@dataclass(frozen=True)
+@settings()
 class Warmup(Schedule):
     """0 for the steps ``0 … start − 1``, then ``value``."""
 
-    start: int
-    value: float
+    start: Count
+    value: Float
 
     kind: ClassVar[str] = "warmup"
-
-    def __post_init__(self) -> None:
-        _check_weights(self.kind, value=self.value)
-        _check_step(self.kind, "start", self.start)
 
     def weight(self, step: int) -> float:
         return 0.0 if step < self.start else self.value
@@ -110,23 +100,21 @@ class Warmup(Schedule):
         return f"{factor * self.value:g}{before}"
 
 
-@dataclass(frozen=True)
-class _Ramp(Schedule):
-    """``initial`` up to ``start``, ``value`` from ``end`` on, a curve in between."""
+@settings()
+class Linear(Schedule):
+    """``initial`` up to ``start``, ``value`` from ``end`` on, a straight line in between."""
 
-    start: int
-    end: int
-    value: float
-    initial: float = 0.0
+    start: Count
+    end: Count
+    value: Float
+    initial: Float = 0.0
+
+    kind: ClassVar[str] = "linear"
 
     def __post_init__(self) -> None:
-        _check_weights(self.kind, value=self.value, initial=self.initial)
-        _check_step(self.kind, "start", self.start)
-        _check_step(self.kind, "end", self.end)
         if self.end <= self.start:
             raise ValueError(
-                f"schedule {self.kind!r}: `end` must be after `start`, got start={self.start}, end={self.end}; "
-                "for a jump use kind 'warmup'"
+                f"`end` must be after `start`, got start={self.start}, end={self.end}; for a jump use kind 'warmup'"
             )
 
     def weight(self, step: int) -> float:
@@ -141,21 +129,11 @@ class _Ramp(Schedule):
         return f"{ends} over the steps {self.start} to {self.end} ({self.kind})"
 
     def curve(self, progress: float) -> float:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Linear(_Ramp):
-    """A straight line between the two ends."""
-
-    kind: ClassVar[str] = "linear"
-
-    def curve(self, progress: float) -> float:
         return progress
 
 
-@dataclass(frozen=True)
-class Cosine(_Ramp):
+@settings()
+class Cosine(Linear):
     """Half a cosine between the two ends, flat at both."""
 
     kind: ClassVar[str] = "cosine"
@@ -164,25 +142,18 @@ class Cosine(_Ramp):
         return 0.5 * (1.0 - math.cos(math.pi * progress))
 
 
-@dataclass(frozen=True)
+@settings()
 class Piecewise(Schedule):
     """Steps up and down: ``points`` are ``(step, value)`` in rising order, the first at step 0."""
 
-    points: tuple[tuple[int, float], ...]
+    points: Points
 
     kind: ClassVar[str] = "piecewise"
 
     def __post_init__(self) -> None:
-        points = _pairs(self.points)
-        object.__setattr__(self, "points", points)
-        steps = [at for at, _ in points]
-        for at, value in points:
-            _check_step(self.kind, "points", at)
-            _check_weights(self.kind, points=value)
+        steps = [at for at, _ in self.points]
         if not steps or steps[0] != 0 or any(late <= early for early, late in pairwise(steps)):
-            raise ValueError(
-                f"schedule 'piecewise': `points` must start at step 0 and rise strictly; got steps {steps}"
-            )
+            raise ValueError(f"`points` must start at step 0 and rise strictly; got steps {steps}")
 
     def weight(self, step: int) -> float:
         return next(value for at, value in reversed(self.points) if at <= step)
@@ -207,19 +178,18 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
     if isinstance(spec, Schedule):
         return spec
     if isinstance(spec, (int, float)) and not isinstance(spec, bool):
-        return Constant(float(spec))
+        spec = {"kind": "constant", "value": spec}
     if not isinstance(spec, Mapping):
         raise ValueError(f"a schedule is a number, a mapping with 'kind' or a Schedule; got {spec!r}")
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"unknown schedule kind {kind!r}{did_you_mean(kind, _KINDS)}; kinds: {sorted(_KINDS)}")
-    settings = {key: value for key, value in spec.items() if key != "kind"}
-    known = {field.name for field in fields(_KINDS[kind])}
-    refuse_unknown(settings, known, f"schedule {kind!r}")
-    missing = known - settings.keys() - {"initial"}
-    if missing:
-        raise ValueError(f"schedule {kind!r} needs {sorted(missing)}; got {dict(spec)}")
-    return _KINDS[kind](**settings)
+    given = {key: value for key, value in spec.items() if key != "kind"}
+    refuse_unknown(given, {field.name for field in fields(_KINDS[kind])}, f"schedule {kind!r}")  # type: ignore[arg-type]
+    try:
+        return _KINDS[kind](**given)
+    except ValueError as error:
+        raise ValueError(f"schedule {kind!r}: {error}") from None
 
 
 def weight_in_words(reward: Any, factor: float) -> str:
@@ -229,21 +199,3 @@ def weight_in_words(reward: Any, factor: float) -> str:
         return own.in_words(factor)
     weight_at = getattr(reward, "weight_at", None)
     return f"{factor:g}" if weight_at is None else f"{factor * weight_at(0):g} at step 0, then as its `weight_at` says"
-
-
-def _pairs(points: Any) -> tuple[tuple[int, float], ...]:
-    try:
-        return tuple((at, value) for at, value in points)
-    except (TypeError, ValueError):
-        raise ValueError(f"schedule 'piecewise': `points` must be pairs [step, value], got {points!r}") from None
-
-
-def _check_weights(kind: str, **values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"schedule {kind!r}: `{name}` must be a finite number, got {value!r}")
-
-
-def _check_step(kind: str, name: str, step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"schedule {kind!r}: `{name}` must be a step number (whole, ≥ 0), got {step!r}")

@@ -5,9 +5,8 @@
     inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]                        0 … 2L − 1
     exact                          1[o = sorted(q)]                                                            0 or 1
 
-Source: the sorting chapter of the sources (CS336 lecture 17). Its code has ``inclusion_ordering``, which asks of every prompt token whether it
-occurs at all; its formula counts with multiplicity. They differ where a prompt repeats a number: [4, 2, 4, 4] → [0, 2, 4, 6] earns 7 by
-the code and 5 by the formula. A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
+Source: CS336 lecture 17. Its code has ``inclusion_ordering``, its formula counts with multiplicity: for [4, 2, 4, 4] → [0, 2, 4, 6] 7 and 5.
+A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
 """
 
 from __future__ import annotations

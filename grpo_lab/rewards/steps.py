@@ -7,7 +7,7 @@ A step reward is called like any other reward and answers with a list per comple
         return [[(end, float(end < 200)) for end in …] for ids in completion_ids]
 
 ``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite number, or
-``None`` where the step cannot be scored. An empty list: no step of the completion was scored. Another form is refused, with the place.
+``None`` where the step cannot be scored. Another form is refused, with the place.
 ``advantage: process`` makes advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
 In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
@@ -20,6 +20,7 @@ import math
 import operator
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -68,15 +69,14 @@ def checked_steps(
 
 def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
     """A list of lists, one a completion."""
-    form = (
-        f"a step reward returns [[(end_token, score), …], …], one list for each of the {count} completions (an empty one where no step "
-        "is scored)"
-    )
 
     def listed(value: Any, where: str) -> list[Any]:
         plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
         if plain or getattr(value, "ndim", 1) == 0:
-            raise ValueError(f"step reward {name!r} returned {value!r}{where}; {form}")
+            raise ValueError(
+                f"step reward {name!r} returned {value!r}{where}; a step reward returns [[(end_token, score), …], …], one list for "
+                f"each of the {count} completions (an empty one where no step is scored)"
+            )
         return list(value)
 
     rows = [listed(row, f" for completion {place}") for place, row in enumerate(listed(scored, ""))]
@@ -136,8 +136,9 @@ class StepReward(ABC):
         **columns: Any,
     ) -> list[StepScores]:
         """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
-        scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
-        return self.checked(scored, completion_ids)
+        return self.checked(
+            self.score_steps(prompts, completions, completion_ids=completion_ids, **columns), completion_ids
+        )
 
     def checked(
         self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
@@ -189,18 +190,17 @@ def step_reward(score: Callable[..., Any]) -> StepReward:
 
 def by_line(text: str) -> list[int]:
     """Ends of the lines that hold more than white space, without the space at their ends."""
-    ends, start = [], 0
-    for line in text.split("\n"):
-        if line.strip():
-            ends.append(start + len(line.rstrip()))
-        start += len(line) + 1
-    return ends
+    return _ends(text, r"(\n)")
 
 
 def by_paragraph(text: str) -> list[int]:
     """Ends of the paragraphs (blank lines part them), without the space at their ends."""
+    return _ends(text, r"(\n\s*\n)")
+
+
+def _ends(text: str, between: str) -> list[int]:
     ends, start = [], 0
-    for block in re.split(r"(\n\s*\n)", text):
+    for block in re.split(between, text):
         if block.strip():
             ends.append(start + len(block.rstrip()))
         start += len(block)
@@ -239,13 +239,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
     found: list[int] = []
     low = 1
     for wanted in character_ends[:-1] if to_the_end else character_ends:
-        high = len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if characters(middle) >= wanted:
-                high = middle
-            else:
-                low = middle + 1
+        low += bisect_left(range(low, len(ids)), wanted, key=characters)
         found.append(low - 1)
     return [*found, len(ids) - 1] if to_the_end else found
 

@@ -1,7 +1,6 @@
 """``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
 
-The form is that of TRL's ``PRMTrainer`` and of Math-Shepherd-like models: the prompt, then each step followed by a separator, tokenized
-part by part; the label of a step is on the last token of its separator.
+As in TRL's ``PRMTrainer``: the prompt, then each step followed by a separator, tokenized part by part; a step's label is on its last token.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ class TokenClassificationSteps(SplitStepReward):
     The model reads ``prompt + Σ (step + separator)`` in *its own* tokens; the answer is placed at the policy's token in which the step ends.
     Steps are read without the space around them. In a causal model the score of a step depends on nothing after it.
 
-    Loaded at the first call, in evaluation mode, a whole copy on the device of every rank. The prompt is never cut: one that leaves no
-    room is refused. Steps beyond ``max_length`` are not scored; their share is logged as ``<name>/beyond_share``.
-
-    Source: the input of TRL's ``PRMTrainer`` (token-level labels); Math-Shepherd (arXiv 2312.08935), DeepSeekMath (2402.03300, §4.1.3).
+    Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond ``max_length`` are not scored
+    (``<name>/beyond_share``). Source: Math-Shepherd (arXiv 2312.08935), DeepSeekMath (2402.03300, §4.1.3).
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.

@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.files import write_json
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_json
 
 log = logging.getLogger(__name__)
 

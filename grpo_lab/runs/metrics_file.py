@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation.files import write_text
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_whole_text
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +31,7 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     """
     if file.is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
+        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
 
 
 def _is_before(line: str, step: int, evaluation_due: bool) -> bool:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.files import write_json
+from grpo_lab.io import write_json
 from grpo_lab.runs.folder import OneWriter
 from grpo_lab.runs.stop import StopRequests
 

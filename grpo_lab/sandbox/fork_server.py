@@ -129,7 +129,6 @@ class ForkServer:
         self._wakes.setblocking(False)
 
     def run(self, trainer: int) -> None:
-        """Until the trainer is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         try:

@@ -146,7 +146,6 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _numbers(calls: str) -> list[int]:
-    """System calls by name and number."""
     return [int(word) for word in calls.split()[1::2]]
 
 

@@ -262,12 +262,10 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that are alive now."""
         return [worker.pid for worker in self._processes.workers if worker.pid is not None]
 
     @property
     def fork_server_pid(self) -> int | None:
-        """Process id of what forks the workers; None before it is started."""
         fork_server = self._processes.fork_server
         return None if fork_server is None else fork_server.pid
 
@@ -306,8 +304,6 @@ class WorkerPool:
 
 
 class _Round:
-    """One call of `WorkerPool.run`: who works on what, since when."""
-
     def __init__(self, pool: WorkerPool, payloads: Sequence[Any]) -> None:
         self.pool = pool
         self.workers = pool._processes.workers

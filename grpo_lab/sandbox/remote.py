@@ -69,7 +69,6 @@ class Program:
         self.names: frozenset[str] = frozenset()
 
     def load(self, source: str) -> None:
-        """Runs the program's own text. Raises what it raises."""
         names = self._ask({"load": source})
         self._loaded = True
         named = names if isinstance(names, list) else []

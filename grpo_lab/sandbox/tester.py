@@ -96,7 +96,6 @@ class Run:
             return
 
     def _function(self, entry_point: str) -> Any:
-        """A name of the program's, or ``Solution().name``."""
         owner, dot, name = entry_point.partition("().")
         return getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
 
@@ -280,7 +279,6 @@ def _uses(body: list[ast.stmt], name: str) -> int:
 
 
 def run(job: dict[str, Any], channel: int, report: int) -> None:
-    """Entry point of the tester's process."""
     random.seed(0)  # tests that draw their cases draw the same ones for every program
     sys.setrecursionlimit(RECURSION)
     program = Program(channel)

@@ -10,8 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from grpo_lab.curation import PassRate, Written, pass_rates
-from grpo_lab.evaluation.files import write_json_lines
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_json_lines
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable

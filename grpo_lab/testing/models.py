@@ -91,13 +91,11 @@ def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None) -> P
 
 def _build(architecture: str, sizes: dict[str, Any], seed: int) -> PreTrainedModel:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config if architecture == "qwen2" else Qwen3Config
-    build: Any = Qwen2ForCausalLM if architecture == "qwen2" else Qwen3ForCausalLM
     if architecture == "qwen2":
-        sizes = {name: size for name, size in sizes.items() if name != "head_dim"}  # Qwen2 has no such setting
+        del sizes["head_dim"]  # Qwen2 has no such setting
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = build(config(**sizes)).float()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
     return model

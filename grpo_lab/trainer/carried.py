@@ -25,6 +25,8 @@ EARLIER: dict[str, str] = {
 }
 #: the field of ``Carried.position_offset``, where rows are picked by their fields' names
 POSITION_OFFSET = f"{OURS}position_offset"
+#: the field of ``Carried.policy_version``
+POLICY_VERSION = f"{OURS}policy_version"
 
 
 class _Field:
@@ -49,14 +51,16 @@ class Carried:
         fields: the dict itself, not a copy.
 
     Attributes:
-        old_logps: ``[B, T]`` of the policy that made the completions; where there is none no update has happened since.
+        policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row.
+        behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
+        proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none it is the loss's
+            own forward (``step.old_policy``).
         ref_logps: ``[B, T]`` of the reference model.
-        sampler_logps: ``[B, T]`` as the engine reported them.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
-        as_generated: ``[B, T]``, a copy of ``old_logps`` that were made in other shapes than the loss has (by bins at generation, for a
+        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins at generation, for a
             batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing. Never where
             forwards are random: another forward is another draw.
-        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``old_logps``.
+        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``proximal_logps``.
         old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
         returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
         position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a batch that was put
@@ -64,9 +68,10 @@ class Carried:
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
     """
 
-    old_logps = _Field("old_per_token_logps")
+    policy_version = _Field(POLICY_VERSION)
+    behaviour_logps = _Field("sampling_per_token_logps")
+    proximal_logps = _Field("old_per_token_logps")
     ref_logps = _Field("ref_per_token_logps")
-    sampler_logps = _Field("sampling_per_token_logps")
     sampler_weights = _Field("importance_sampling_ratio")
     as_generated = _Field(f"{OURS}as_generated")
     unmoved = _Field(f"{OURS}unmoved")

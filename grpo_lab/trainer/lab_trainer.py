@@ -8,7 +8,7 @@
     take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
     after the step    ``log``, checkpoints
 
-``door.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md`` follows one reward
+``arguments.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md`` follows one reward
 through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
@@ -31,15 +31,16 @@ from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
 from grpo_lab.trainer.metrics.as_trl import TrlBook
-from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
-from grpo_lab.trainer.ports import Phase, Recorder, SamplerCorrection
+from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
-from grpo_lab.trainer.resume.going_on import GoingOn
-from grpo_lab.trainer.scoring.advantages import put_advantages, row_advantages, trl_advantages
+from grpo_lab.trainer.resume.going_on import ResumableTrainer
+from grpo_lab.trainer.resume.state import load_state
+from grpo_lab.trainer.scoring.advantages import row_advantages, trl_advantages, write_advantages
 from grpo_lab.trainer.scoring.carriers import Scored
-from grpo_lab.trainer.scoring.critic import credited, valued
+from grpo_lab.trainer.scoring.critic import add_value_estimates, to_advantages_and_returns
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness
 from grpo_lab.trainer.scoring.scored import record, rewards_of_all, score
@@ -49,7 +50,7 @@ from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
 from grpo_lab.trainer.step.old_policy import rows_in_place
 
 
-class LabTrainer(GoingOn):
+class LabTrainer(ResumableTrainer):
     """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
     Team code subclasses this. Three ways in:
@@ -194,10 +195,12 @@ class LabTrainer(GoingOn):
             if self.model.training:
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
                 self.parts.prompts.record(self.recorder.book())
-            made = valued(self, penalise(self, scored, self.parts.kl))
-            put_advantages(self, made, credited(self, made, row_advantages(self, made)))
-            scored.forwards.mark(scored.batch)
-            return record(self, scored)
+            penalised = penalise(self, scored, self.parts.kl)
+            estimated = add_value_estimates(self, penalised)
+            of_rows = row_advantages(self, estimated)
+            advantages = to_advantages_and_returns(self, estimated, of_rows)
+            batch = write_advantages(self, estimated, advantages)
+            return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
         """One generation: completions and their rewards."""
@@ -260,10 +263,12 @@ class LabTrainer(GoingOn):
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, checkpoint):
+        saved = None if checkpoint is None else load_state(checkpoint)
+        named = set[str]() if saved is None else saved.without_moments
+        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, named):
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
-        self.parts.load(checkpoint)
+        self.parts.load(saved)
 
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)

@@ -23,6 +23,7 @@ from grpo_lab.trainer.generation.thinking import thinking_rollout
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
+from grpo_lab.trainer.resume.state import SavedState, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
 from grpo_lab.trainer.scoring.kl_penalty import KLController, check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
@@ -115,23 +116,26 @@ class Parts:
 
     def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
         """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one of all."""
-        together(lambda: self.prompts.save(folder))
-        together(lambda: self.generation_buffer.save(folder))
-        together(lambda: self.guard.save(folder))
-        together(lambda: self.due_evaluation.save(folder))
+        entries: dict[str, Any] = {}
+        asked: dict[str, Callable[[], Any]] = {
+            "sampler": self.prompts.state,
+            "generation": lambda: self.generation_buffer.save(folder),
+            "guard": self.guard.state,
+            "evaluation_due": self.due_evaluation.state,
+        }
         if not self._only_model:
-            together(lambda: self.reference.save(folder))
-            together(lambda: self.kl.save(folder))
-            together(lambda: trl_bridge.name_those_without_moments(self.guard.trainer, folder))
+            asked["reference"] = lambda: self.reference.save(folder)
+            asked["kl"] = self.kl.state
+            asked["without_moments"] = lambda: trl_bridge.without_moments(self.guard.trainer)
+        for name, of_part in asked.items():
+            together(lambda name=name, of_part=of_part: entries.update({name: of_part()}))  # type: ignore[misc]
+        known = {name: entry for name, entry in entries.items() if entry is not None}
+        together(lambda: write_state(folder, known) if self.guard.trainer.args.should_save else None)
 
-    def load(self, checkpoint: str | None) -> None:
+    def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
-        self.prompts.load(checkpoint)
-        self.generation_buffer.load(checkpoint)
-        self.reference.load(checkpoint)
-        self.kl.load(checkpoint)
-        self.guard.load(checkpoint)
-        self.due_evaluation.load(checkpoint)
+        for part in (self.prompts, self.generation_buffer, self.reference, self.kl, self.guard, self.due_evaluation):
+            part.load(saved)
 
 
 def prove(trainer: Any) -> None:

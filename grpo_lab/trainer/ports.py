@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch
-from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.parse import LabSettings
 
@@ -68,6 +68,10 @@ class Phase:
         """Micro-batches done when the current generation batch was made."""
         return self.done - self.done % self.every
 
+    def version(self, step: int) -> int:
+        """Optimizer steps that had been taken when the current generation batch was made; ``step``: those until now."""
+        return step - (self.done - self.start) // self.accumulation
+
     def place(self, micro_batch: int) -> int:
         """Place in TRL's buffer of the micro-batch with this number."""
         return micro_batch % self.steps_per_generation
@@ -80,6 +84,13 @@ class Phase:
         """Places of the micro-batches that later steps will take from this generation batch, in order."""
         following = self.done + 1
         return [self.place(s) for s in range(following, following + -following % self.every)]
+
+
+class Fault(NamedTuple):
+    """Something in a generation batch that is not finite: its kind (``OF_BATCH``), and what it was in a sentence."""
+
+    kind: str
+    sentence: str
 
 
 #: what is found of a generation batch, as long as it is trained on; loss and gradient are a step's own
@@ -191,26 +202,6 @@ class Recorder:
     def has_said(self, key: str) -> bool:
         """Whether this was said, on processes that do not speak, too: the same answer on every rank."""
         return key in self._said
-
-
-@dataclass(frozen=True)
-class SamplerCorrection:
-    """TRL's ``vllm_importance_sampling_*``: how completions of an engine that differs from the trainer are weighed."""
-
-    mode: str
-    low: float | None
-    high: float | None
-
-    @staticmethod
-    def of(trainer: Any) -> SamplerCorrection | None:
-        """The correction in force, or None without an engine (or with the correction off)."""
-        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-            return None
-        return SamplerCorrection(
-            trainer.vllm_importance_sampling_mode,
-            trainer.vllm_importance_sampling_clip_min,
-            trainer.vllm_importance_sampling_clip_max,
-        )
 
 
 class StepPort(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask, row_lengths, row_tensors
+from grpo_lab.trainer.carried import POLICY_VERSION, POSITION_OFFSET, Carried, loss_mask, row_lengths, row_tensors
 from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 from grpo_lab.update import Rows, live_rows
@@ -71,7 +71,7 @@ class RowTable:
     def of(window: list[dict[str, Any]]) -> RowTable:
         """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
         rows = [row_tensors(batch) for batch in window]
-        names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET}
+        names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET, POLICY_VERSION}
         offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
         fields = {

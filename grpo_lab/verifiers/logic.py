@@ -119,7 +119,7 @@ _LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*(
 _RULE = re.compile(
     r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
 )
-_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "→": ">", "⊥": "#"})
+_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NotAProof(ValueError):

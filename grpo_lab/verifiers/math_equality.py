@@ -2,7 +2,7 @@
 
 canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
                                     text     -> same letters and digits?
-                                    number   -> `exact_numbers`, where that is certain (fractions, roots and pi too)
+                                    number   -> `exact_numbers`, where that is certain (fractions too)
                                     math     -> math-verify, once it accepts the gold as an answer to itself
 """
 
@@ -28,6 +28,8 @@ _NUMBER_WORDS = re.compile(
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _LABELLED_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*", re.DOTALL)
 _CACHE_LIMIT = 1 << 16
+MOST_CHARACTERS = 2000
+"""Longer answers are refused unread (`unparseable_answer`), longer golds are unusable."""
 _FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)
 _COMPARED = {
     True: MathVerdict(Verdict.EQUAL, "exact numbers"),
@@ -84,26 +86,15 @@ class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
     Args:
-        fast_path: compare numbers, fractions, roots and multiples of pi without a worker where the verdict is certain. Changes speed, never a verdict.
+        fast_path: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
         limits: time per comparison and memory per worker process.
         workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
-        max_chars: longer answers are refused unread (`unparseable_answer`), longer golds are unusable.
 
     Picklable; the copy starts workers of its own. Usable from any thread.
     """
 
-    def __init__(
-        self,
-        *,
-        fast_path: bool = True,
-        limits: Limits | None = None,
-        workers: int | None = None,
-        max_chars: int = 2000,
-    ) -> None:
-        if max_chars < 1:
-            raise ValueError(f"max_chars must be at least 1; got {max_chars}")
+    def __init__(self, *, fast_path: bool = True, limits: Limits | None = None, workers: int | None = None) -> None:
         self.fast_path = fast_path
-        self.max_chars = max_chars
         self.pool = WorkerPool(_HANDLER, limits=limits, size=workers)
         self._known: dict[tuple[str, str], MathVerdict] = {}
 
@@ -144,7 +135,7 @@ class MathVerifier:
         gold, answer = self._spelled(gold), self._spelled(answer)
         if _FIGURES.fullmatch(gold) and _FIGURES.fullmatch(answer):
             return gold, answer  # what the rest would come to, at a twentieth of the time
-        if max(len(gold), len(answer)) > self.max_chars or inside_text_group(gold) is not None:
+        if max(len(gold), len(answer)) > MOST_CHARACTERS or inside_text_group(gold) is not None:
             return gold, answer
         return read_together(gold, answer)
 
@@ -152,22 +143,22 @@ class MathVerifier:
         """Canonical, unless the text is so long that it is refused anyway (4: wrappers and spaces may go)."""
         if _FIGURES.fullmatch(text):
             return text
-        return canonical(text) if len(text) <= 4 * self.max_chars else text
+        return canonical(text) if len(text) <= 4 * MOST_CHARACTERS else text
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
         """The verdict where no worker is needed; None where one is."""
         same = compare_plain_numbers(gold, answer) if self.fast_path else None
         if same is not None:
             return _COMPARED[same]
-        if len(gold) > self.max_chars:
-            return MathVerdict(Verdict.UNPARSEABLE_GOLD, f"longer than {self.max_chars} characters")
+        if len(gold) > MOST_CHARACTERS:
+            return MathVerdict(Verdict.UNPARSEABLE_GOLD, f"longer than {MOST_CHARACTERS} characters")
         kind = kind_of_gold(gold)
         if kind is GoldKind.UNUSABLE:
             return MathVerdict(Verdict.UNPARSEABLE_GOLD, "empty, a placeholder or prose")
         if not answer:
             return MathVerdict(Verdict.UNPARSEABLE_ANSWER, "empty")
-        if len(answer) > self.max_chars:
-            return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {self.max_chars} characters")
+        if len(answer) > MOST_CHARACTERS:
+            return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {MOST_CHARACTERS} characters")
         if kind is GoldKind.TEXT:
             return MathVerdict(Verdict.EQUAL if _same_text(gold, answer) else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):

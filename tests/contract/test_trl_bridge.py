@@ -28,11 +28,11 @@ from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
 from grpo_lab.objectives import sampler_correction
-from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 from parity.sampler import NoisySampler, as_with_vllm
+from scripted_rollout import ScriptedRollout
 
 ROOM = Path(room.__file__).parent
 GENERATE = inspect.getsource(GRPOTrainer._generate_and_score_completions)

@@ -10,7 +10,8 @@ import pytest
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.resume_worker import STOP, build
-from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
+from grpo_lab.trainer.resume.generation_buffer import rows_file
+from grpo_lab.trainer.resume.state import STATE
 
 pytestmark = pytest.mark.slow
 
@@ -63,5 +64,5 @@ def test_another_number_of_processes_is_warned_of(
     with caplog.at_level("WARNING", logger="grpo_lab"):
         alone.train(resume_from_checkpoint=str(reports[0] / "whole" / f"checkpoint-{STOP}"))
     assert "is of another run (number of processes 2 → 1)" in caplog.text
-    assert f"holds no {MANIFEST}" not in caplog.text
+    assert f"does not hold it (no {STATE}" not in caplog.text
     assert alone.state.global_step == 6

@@ -100,8 +100,6 @@ def _script(words: list[str]) -> None:
         raise ValueError(f"{words[0]}: no such script")
     if script.name == "train.py":
         _grpo_lab(["train", *words[1:]])
-    elif script.name == "serve.py":
-        _grpo_lab(["serve", *words[1:]])
     elif script.suffix == ".py":
         unknown = {word for word in words[1:] if word.startswith("--")} - options_of(script)
         if unknown:

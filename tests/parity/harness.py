@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.trainer.resume.state import EARLIER, STATE, read_state, write_state
+from scripted_rollout import ScriptedRollout
 from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)
@@ -25,6 +27,21 @@ class Run:
     start: dict[str, torch.Tensor]
     history: list[dict[str, Any]]
     trainer: Any
+
+
+def with_entry(checkpoint: Path, name: str, entry: Any = None) -> None:
+    """Another entry in a checkpoint's record; None takes it out."""
+    entries = {**read_state(checkpoint).entries, name: entry}
+    write_state(checkpoint, {name: value for name, value in entries.items() if value is not None})
+
+
+def as_earlier_releases_wrote_it(checkpoint: Path) -> None:
+    """A file for each entry, in place of the record."""
+    for name, entry in read_state(checkpoint).entries.items():
+        file = checkpoint / EARLIER[name]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"format": 1, **entry}))
+    (checkpoint / STATE).unlink()
 
 
 def problems(n: int = 12) -> Dataset:

@@ -62,6 +62,7 @@ def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
     stock, ours = both(tmp_path, tiny_folder, **changes)
     lengths = checked = 0
     for place, (batch, reference) in enumerate(zip(ours.left, stock.left, strict=True)):
+        assert batch["grpo_lab.policy_version"].eq(0).all()  # written before the first of the two steps
         if changes and place < 3:  # trained on before any update: by the forward's own
             assert "old_per_token_logps" not in batch
             continue

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.engines.grouping import EngineFault, prefill_tokens
+from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import VllmSampler
-from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued, inserted_mask
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued
 from grpo_lab.engines.weights.proof import draw_probe, forward_logprobs, prove_sync, sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner
+from rollouts.thinking_oracle import inserted_mask
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -131,7 +132,8 @@ def test_prompt_of_a_group_is_prefilled_once(start_engine: Callable[..., Any]) -
     decoded = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
     page = engine.llm_engine.vllm_config.cache_config.block_size
     # 3 prompts * (96 shared + 8 * 4 own) = 384 prompt tokens, not 3 * 8 * 100 = 2400.
-    assert sum(computed) - decoded == prefill_tokens([length] * 3, group, page)
+    shared = page * ((length - 1) // page)  # whole pages; the last token's logits are needed
+    assert sum(computed) - decoded == 3 * (shared + group * (length - shared))
     assert [output.prompt_token_ids for output in outputs] == [row["prompt_token_ids"] for row in rows]
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == len(rows)
 

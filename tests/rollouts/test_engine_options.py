@@ -80,7 +80,7 @@ def test_server_command_stays_on_this_machine(on_cpu: bool, monkeypatch: pytest.
     assert "--enable-prefix-caching" in text
     assert ("--no-enforce-eager" in text) is not on_cpu
     assert "trust" not in text
-    assert "--middleware grpo_lab.engines.vllm.entry.Guard --allowed-origins [] --disable-fastapi-docs" in text
+    assert "--middleware grpo_lab.engines.vllm.access.Guard --allowed-origins [] --disable-fastapi-docs" in text
     environment = server_environment(ServerOptions("model", allow_hosts=("node7",)), "t" * 43, "/tmp/mine")
     assert environment["VLLM_RPC_BASE_PATH"] == "/tmp/mine"
     assert {"RANK", "VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION"}.isdisjoint(environment)

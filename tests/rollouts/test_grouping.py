@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from grpo_lab.engines.grouping import (
     EngineFault,
     GroupedEngine,
-    prefill_tokens,
     runs_of_equal,
 )
 
@@ -112,12 +111,3 @@ def test_runs_put_the_rows_back_together(values: list[int]) -> None:
     runs = runs_of_equal(values)
     assert [values[first] for first, count in runs for _ in range(count)] == values
     assert all(values[a[0]] != values[b[0]] for a, b in pairwise(runs))
-
-
-def test_prefill_tokens_by_hand() -> None:
-    # 100 tokens, pages of 32: floor(99/32) = 3 pages = 96 shared, 4 left for each of 16: 96 + 64 = 160.
-    assert prefill_tokens([100], 16, 32) == 160
-    # 96 tokens: the last token is always computed, so 2 pages = 64 are shared and 32 are not.
-    assert prefill_tokens([96], 2, 32) == 64 + 2 * 32
-    assert prefill_tokens([100] * 8, 16, None) == 12_800
-    assert prefill_tokens([100] * 8, 16, 128) == 12_800  # nothing fills a page

@@ -30,7 +30,6 @@ from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.engines.vllm.serve import refuse_unsupported_model
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, answers, check_answer, wait_until_ready
 from grpo_lab.engines.vllm.token import of_trainer
@@ -398,9 +397,3 @@ def test_no_way_for_the_weights_is_an_error(
 def test_settings_without_effect_are_refused(rollout: Any, mode: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LabConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode=mode, rollout=rollout)
-
-
-def test_heads_without_a_kernel_are_refused_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 8}))
-    with pytest.raises(ValueError, match="heads of size 8"):
-        refuse_unsupported_model(str(tmp_path))

@@ -1,6 +1,6 @@
-"""A real `grpo-lab serve`: no route of it without the token; then killed in the middle of a training that starts it again.
+"""A real `grpo-lab serve`: no route of it without the token; then killed in the middle of a training, which goes on with the next.
 
-One server for the file; the last test kills it, and its run starts the second.
+One server for the file; the last test kills it, and starts the second as a scheduler would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import requests
 from grpo_lab.engines.vllm.access import ROUTES
 from grpo_lab.engines.vllm.talk import answers, wait_until_ready
 from grpo_lab.engines.vllm.token import default_file, of_trainer, read
-from grpo_lab.engines.vllm.worker import this_run
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from ports import free_port
@@ -165,7 +164,7 @@ def test_headers_without_end_are_cut_off(served: Served) -> None:
 
 
 def test_who_connects_and_says_nothing_is_let_go(served: Served) -> None:
-    """`server_reader` is what reads; how it does is in `test_server_reader.py`."""
+    """`access.Reader` reads; how it does is in `test_server_reader.py`."""
     assert served.silent is not None
     assert served.silent.recv(100) == b""
 
@@ -196,10 +195,6 @@ def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> 
     writes = {"method": "save_sharded_state", "kwargs": {"path": str(tmp_path / "theirs")}}
     assert served.ask("POST", "/collective_rpc", json=writes).status_code == 403
     assert list(tmp_path.iterdir()) == []
-    owner = {**this_run("x"), "pid": 1, "place": "", "started": "1"}
-    for method in ("grpo_lab_claim", "grpo_lab_release"):
-        answer = served.ask("POST", "/collective_rpc", json={"method": method, "kwargs": {"owner": owner}})
-        assert answer.json()["results"] == [{}]
     assert served.ask("GET", "/health").status_code == 200
 
 
@@ -230,6 +225,25 @@ def kill_all(served: Served) -> None:
     served.process.wait()
 
 
+class Again:
+    """Kills the server and starts the next one at its address, as a scheduler does."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        self.served, self.log = served, folder.parent / f"{folder.name}-second.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        kill_all(self.served)
+        with self.log.open("wb") as output:
+            words = command(self.served.model, self.served.port)
+            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(timeout=300)
+
+
 def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every generation draws with a seed of its prompts, so that no server remembers how many there were before."""
     generate, asked = LabVLLMClient.generate, []
@@ -248,17 +262,18 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 LONG = {"max_completion_length": 100, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
 
 
-def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_run_goes_on_with_the_server_that_comes_after_a_killed_one(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: Any
 ) -> None:
     """Last of the file. The third of four generations is killed; weights and rows are those of a run that lost nothing."""
     asked = drawn_alike(monkeypatch)
     whole = build(tmp_path / "whole", served.model, served.url, **LONG)
     whole.train()
     talk = {"retries": 1, "backoff": 0.1, "request_timeout": 600, "return_timeout": 600}
-    talk["restart"] = " ".join(command(served.model, served.port))
     lost = build(tmp_path / "lost", served.model, served.url, rollout={"verify_every": 0, "server": talk}, **LONG)
-    times = kill_during(lost.vllm_generation.vllm_client, 3, lambda: kill_all(served))
+    second = Again(served, tmp_path)
+    request.addfinalizer(second.stop)
+    times = kill_during(lost.vllm_generation.vllm_client, 3, second.start)
     with caplog.at_level(logging.INFO, logger="grpo_lab"):
         lost.train()
     assert times["failed"] > times["killed"]
@@ -281,15 +296,12 @@ def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(
 
     assert "the vLLM server is lost (" in caplog.text
     assert "the vLLM server is back after" in caplog.text
-    assert "the server is up at" in (tmp_path / "lost" / "out" / "server-restart.log").read_text()
-    second = of_trainer(served.url, None)
-    assert second not in (None, served.token)
+    token = of_trainer(served.url, None)
+    assert token not in (None, served.token)
     assert (tmp_path / "lost" / "out" / "checkpoint-4" / "training_args.bin").is_file()
     for path in tmp_path.rglob("*"):  # neither token is anywhere in a run folder
         content = path.read_bytes() if path.is_file() else b""
-        assert not any(str(token).encode() in content for token in (second, served.token)), path
-    begin = time.monotonic()
-    lost.vllm_generation.server_return._restart.stop()
-    assert time.monotonic() - begin < 300
-    assert not answers(f"{served.url}/health", token=second)
+        assert not any(str(given).encode() in content for given in (token, served.token)), path
+    second.stop()
+    assert not answers(f"{served.url}/health", token=token)
     assert not default_file(served.url).exists()

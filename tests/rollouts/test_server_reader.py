@@ -16,7 +16,6 @@ pytest.importorskip("uvicorn", reason="uvicorn comes with vLLM, which is not ins
 import uvicorn
 
 from grpo_lab.engines.vllm import access as server_access
-from grpo_lab.engines.vllm import reader as server_reader
 from grpo_lab.engines.vllm.access import Guard
 from ports import free_port
 from rollouts.test_server_access import TOKEN, Application
@@ -41,11 +40,11 @@ class Running:
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setattr(server_reader, "HEAD_WITHIN", 0.5)
+    monkeypatch.setattr(server_access, "HEAD_WITHIN", 0.5)
     monkeypatch.setattr(server_access, "BODY_PAUSE", 0.5)
     port = free_port()
     app = Guard(Application(), TOKEN)
-    options: Any = {"http": server_reader.Reader, "log_level": "critical", "lifespan": "off", "timeout_keep_alive": 60}
+    options: Any = {"http": server_access.Reader, "log_level": "critical", "lifespan": "off", "timeout_keep_alive": 60}
     server = uvicorn.Server(uvicorn.Config(app, port=port, **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -71,7 +70,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(running: Running) -> None:
     later.sendall(HEAD)  # of a second request on the same connection
     assert all(is_closed(one) for one in (*held, later))
     assert 0.4 < time.monotonic() - begin < 300
-    assert not server_reader.Reader.waiting
+    assert not server_access.Reader.waiting
     quiet = running.connection(ASKED)
     assert quiet.recv(1000).startswith(b"HTTP/1.1 200")
     time.sleep(1)
@@ -80,14 +79,14 @@ def test_a_head_that_does_not_come_is_not_waited_for(running: Running) -> None:
 
 
 def test_many_that_send_nothing_shut_nobody_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_reader, "HEAD_WITHIN", 60.0)
-    monkeypatch.setattr(server_reader, "MOST_WAITING", 5)
+    monkeypatch.setattr(server_access, "HEAD_WITHIN", 60.0)
+    monkeypatch.setattr(server_access, "MOST_WAITING", 5)
     held = []
     for _ in range(8):
         held.append(running.connection(b"G"))
         assert running.answers()
     assert all(is_closed(one) for one in held[:3])  # the oldest
-    assert len(server_reader.Reader.waiting) <= 5
+    assert len(server_access.Reader.waiting) <= 5
 
 
 def test_a_body_that_stops_coming_is_not_waited_for(running: Running) -> None:

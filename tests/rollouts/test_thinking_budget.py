@@ -14,9 +14,8 @@ from grpo_lab.engines.thinking_budget import (
     BudgetedCompletion,
     ThinkingBudget,
     budgeted_generate,
-    cut_share,
-    inserted_mask,
 )
+from rollouts.thinking_oracle import inserted_mask
 
 EOS = "$"
 STOP = "!</think>"
@@ -132,12 +131,10 @@ def test_mixed_batch_keeps_its_order() -> None:
         "w" * 12 + STOP + "42$",
     ]
     assert policy.calls == [(4, 12), (2, 40 - 12 - len(STOP)), (1, 28)]
-    assert cut_share(done) == 0.5
 
 
 def test_empty_batch() -> None:
     assert budgeted_generate([], Scripted({}), settings(8)) == []
-    assert cut_share([]) == 0.0
 
 
 @given(

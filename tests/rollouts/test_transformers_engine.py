@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_lab.engines.sampler import TransformersSampler, left_padded, until_end
-from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued, inserted_mask
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued
+from rollouts.thinking_oracle import inserted_mask
 
 
 def test_padding_and_cutting_by_hand() -> None:

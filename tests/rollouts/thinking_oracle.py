@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo_lab import LabTrainer
+from grpo_lab.engines.thinking_budget import ThinkingBudget
 from grpo_lab.objectives import AGGREGATIONS
 
 STOP_TEXT = "\nSo:\n</think>\n"
@@ -185,3 +187,16 @@ def check_budget_is_obeyed(step: Step, tokenizer: Any, budget: int | None) -> in
                 ]
             cut += bool(inserted)
     return cut
+
+
+def inserted_mask(prompt_ids: Sequence[int], ids: Sequence[int], settings: ThinkingBudget) -> list[int]:
+    """The mask of a completion made under these settings, from the ids alone: 1 = sampled, 0 = inserted.
+
+    Text was inserted exactly where the first `budget` tokens neither end the completion nor close the thinking, and
+    then directly after them.
+    """
+    start, stop = settings.budget, len(settings.stop_ids)
+    is_stop_text = list(ids[start : start + stop]) == list(settings.stop_ids)
+    if not is_stop_text or not settings.must_cut(prompt_ids, ids[:start]):
+        return [1] * len(ids)
+    return [1] * start + [0] * stop + [1] * (len(ids) - start - stop)

@@ -26,8 +26,8 @@ from grpo_lab.trainer.ports import Faults
 from grpo_lab.trainer.scoring.scored import without_faulty
 from grpo_lab.trainer.step import bad_step
 from grpo_lab.trainer.step.bad_step import read_bad_step
-from grpo_lab.trainer.step.guard import STATE_FILE, NumbersError, last_good
-from parity.harness import arguments
+from grpo_lab.trainer.step.guard import NumbersError, last_good
+from parity.harness import arguments, with_entry
 from parity.test_overrides import own_step
 
 
@@ -101,8 +101,10 @@ def test_a_bad_generation_batch_counts_once_and_survives_a_resume(tiny_folder: P
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert again.moved == [False, False, True]  # step 2 is of the bad batch
     assert torch.equal(state_of(resumed), state_of(whole))
-    (tmp_path / "whole" / "checkpoint-1" / STATE_FILE).write_text('{"format": 1, "in_a_row": 1}')
-    with pytest.raises(ValueError, match=rf"{STATE_FILE} cannot be read .*delete the file"):
+    with_entry(tmp_path / "whole" / "checkpoint-1", "guard", {"in_a_row": 1})
+    with pytest.raises(
+        ValueError, match=r"entry `guard` of .*grpo_lab_state.json cannot be used .*take the entry out: the count"
+    ):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.resume.reference_files import FOLDER, MANIFEST
+from grpo_lab.trainer.resume.reference_files import FOLDER
+from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.whole import MARK
-from grpo_lab.trainer.scoring.kl_penalty import STATE_FILE
+from parity.harness import as_earlier_releases_wrote_it, with_entry
 from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, one_thread, weights
 
 __all__ = ["one_thread"]  # a fixture
@@ -87,18 +88,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
     whole = build(tmp_path / "whole", **settings)
     whole.train()
     place = tmp_path / "whole" / f"checkpoint-{stop}"
-    again = build(tmp_path / "again", **settings)
-    again.train(resume_from_checkpoint=str(place))
-    assert_same(again, whole)
+    earlier = tmp_path / "earlier" / place.name
+    shutil.copytree(place, earlier)
+    as_earlier_releases_wrote_it(earlier)
+    for checkpoint in (place, earlier):
+        again = build(tmp_path / "again", **settings)
+        again.train(resume_from_checkpoint=str(checkpoint))
+        assert_same(again, whole)
     assert torch.equal(flat(again.ref_model), flat(whole.ref_model))
     assert again.parts.kl.coefficient == whole.parts.kl.coefficient
     if "target" in name:
         betas = [row["kl/beta"] for row in history(whole) if "kl/beta" in row]
         assert len(set(betas)) == len(betas) >= 3  # it moves with every batch
-        (place / STATE_FILE).unlink()
+        with_entry(place, "kl")
     else:
         assert not torch.equal(flat(whole.ref_model), flat(AutoModelForCausalLM.from_pretrained(tmp_path / "start")))
-        shutil.rmtree(place / FOLDER)
+        with_entry(place, "reference")
     lost = build(tmp_path / "lost", **settings)
     lost.train(resume_from_checkpoint=str(place))
     if name != "generation":  # there the next batch moves it before anything reads it
@@ -110,8 +115,9 @@ def test_what_a_checkpoint_holds(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     trainer = build(tmp_path / "run", **settings)
     trainer.train()
     early, late = (tmp_path / "run" / f"checkpoint-{step}" / FOLDER for step in (2, 3))
-    assert [file.name for file in early.iterdir()] == [MANIFEST]  # it had not moved
-    assert sorted(file.name for file in late.iterdir()) == ["00000.safetensors", MANIFEST]
+    assert not early.exists()  # it had not moved
+    assert [file.name for file in late.iterdir()] == ["00000.safetensors"]
+    assert [read_state(file.parent).entries["reference"]["moved"] for file in (early, late)] == [False, True]
     plain = build(tmp_path / "plain", **{**settings, "reference_every": None})
     plain.train(
         resume_from_checkpoint=str(late.parent)
@@ -123,7 +129,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (late.parent / MARK).unlink()  # as an earlier version leaves it
     with pytest.raises(ValueError, match=r"the reference in .* cannot be loaded"):
         build(tmp_path / "damaged", **settings).train(resume_from_checkpoint=str(late.parent))
-    shutil.rmtree(late)
+    with_entry(late.parent, "reference")
     with caplog.at_level("WARNING", logger="grpo_lab"):
         build(tmp_path / "without", **settings).train(resume_from_checkpoint=str(late.parent))
     assert "does not hold the reference" in caplog.text

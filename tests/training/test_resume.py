@@ -26,10 +26,12 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
-from grpo_lab.trainer.resume.generation_buffer import MANIFEST, rows_file
+from grpo_lab.trainer.carried import POLICY_VERSION
+from grpo_lab.trainer.resume.generation_buffer import rows_file
+from grpo_lab.trainer.resume.state import STATE, read_state
 from grpo_lab.trainer.resume.whole import MARK
-from parity.harness import arguments, problems
+from parity.harness import arguments, as_earlier_releases_wrote_it, problems, with_entry
+from scripted_rollout import ScriptedRollout
 
 pytestmark = pytest.mark.slow
 
@@ -305,7 +307,7 @@ def nothing(_: Path) -> None:
 
 
 def without_files(place: Path) -> None:
-    (place / MANIFEST).unlink()
+    with_entry(place, "generation")
     (place / rows_file(0)).unlink(missing_ok=True)
 
 
@@ -323,7 +325,7 @@ def test_a_checkpoint_of_stock_trl_is_warned_of_and_resumed_as_trl_does(
         if "was written inside a generation batch" in record.getMessage()
     ]
     assert len(warned) == 1
-    assert f"holds no {MANIFEST}" in warned[0]
+    assert f"does not hold it (no {STATE}: stock TRL" in warned[0]
     assert "trained on for 4 micro-batches, and generations after it come 2 micro-batches late" in warned[0]
     assert "a checkpoint at a multiple of 2 optimizer steps" in warned[0]
 
@@ -333,7 +335,7 @@ def test_it_goes_on_as_stock_trl_goes_on(tmp_path: Path) -> None:
     stock = build(tmp_path / "stock", GRPOTrainer, **settings)
     stock.train()
     place = tmp_path / "stock" / "checkpoint-3"
-    assert not (place / MANIFEST).exists()
+    assert not (place / STATE).exists()
     theirs, ours = (
         build(tmp_path / "theirs", GRPOTrainer, **settings),
         build(tmp_path / "ours", update="off", **settings),
@@ -378,14 +380,38 @@ def unlisted(file: Path) -> Path:
     [
         (lambda place: (place / rows_file(0)).unlink(), "No such file"),
         (lambda place: unlisted(place / rows_file(0)).write_bytes(b"\x08\0\0\0\0\0\0\0{}"), "cannot be resumed inside"),
-        (lambda place: (place / MANIFEST).write_text("{"), "cannot be resumed inside"),
-        (lambda place: (place / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads 1"),
+        (lambda place: with_entry(place, "generation", {"step": 6}), "cannot be resumed inside"),
+        (lambda place: (place / STATE).write_text("{"), "grpo_lab_state.json is damaged"),
+        (lambda place: (place / STATE).write_text('{"version": 9}'), "has version 9, and this release reads 1"),
     ],
 )
 def test_damaged_files_are_an_error(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         resumed(tmp_path, damage)
-    assert f"delete {MANIFEST} in it to resume as TRL does" in str(caught.value)
+    advice = (
+        "take the entry `generation` out of its" if "inside" in str(caught.value) else "remove the file to resume as"
+    )
+    assert f"; take another checkpoint, or {advice}" in str(caught.value)
+
+
+def without_versions(place: Path) -> None:
+    """As an earlier version leaves it: rows that do not say which policy wrote them."""
+    file = unlisted(place / rows_file(0))
+    with safe_open(file, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+        description = json.loads(stored.metadata()["description"])
+    for row in description["list"]:
+        del row["dict"][POLICY_VERSION]
+    save_file(tensors, file, metadata={"description": json.dumps(description)})
+
+
+@pytest.mark.parametrize("change", [nothing, without_versions, as_earlier_releases_wrote_it])
+def test_every_row_says_which_policy_wrote_it(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of it."""
+    again, whole = resumed(tmp_path, change, stop=5)
+    assert_same(again, whole)
+    for run in (again, whole):
+        assert {int(version) for batch in run._buffered_inputs for version in batch[POLICY_VERSION]} == {4}
 
 
 class Strange(LabTrainer):
@@ -446,7 +472,7 @@ def test_a_server_that_goes_inside_an_optimizer_step(tmp_path: Path) -> None:
     with pytest.raises(ServerGone, match="A checkpoint of step 1 was written"):
         ended.train()
     place = tmp_path / "ended" / "checkpoint-1"
-    assert json.loads((place / MANIFEST).read_text())["step"] == 2
+    assert read_state(place).entries["generation"]["step"] == 2
     again = going(tmp_path / "again", calls=1, **settings)
     again.train(resume_from_checkpoint=str(place))
     assert_same(again, whole)
@@ -523,7 +549,7 @@ def test_a_folder_that_is_written_again_keeps_no_old_batch(tmp_path: Path) -> No
     assert inside(place)
     build(tmp_path / "run", max_steps=1).train()
     assert not inside(place)
-    assert json.loads((place / MANIFEST).read_text())["step"] == 2
+    assert read_state(place).entries["generation"]["step"] == 2
 
 
 def test_size_of_the_file(tmp_path: Path) -> None:
@@ -541,7 +567,7 @@ def test_size_of_the_file(tmp_path: Path) -> None:
 
 def test_a_copied_checkpoint_of_another_step_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def mix(place: Path) -> None:
-        shutil.copy(place.parent / "checkpoint-1" / MANIFEST, place / MANIFEST)
+        shutil.copy(place.parent / "checkpoint-1" / STATE, place / STATE)
 
     with caplog.at_level("WARNING", logger="grpo_lab"):
         resumed(tmp_path, mix)

@@ -6,7 +6,6 @@ min(i % 5, 4) / 4 whoever sees it, and every draw after the first depends on wha
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from datasets import Dataset, IterableDataset
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.curation import PrioritizedSampler
-from grpo_lab.curation.prioritized import inclusion_probabilities
-from grpo_lab.trainer.generation.prompt_order import STATE_FILE, outcomes
-from parity.harness import arguments, problems, train
+from grpo_lab.curation.samplers import inclusion_probabilities
+from grpo_lab.trainer.generation.prompt_order import outcomes
+from grpo_lab.trainer.resume.state import read_state
+from parity.harness import arguments, problems, train, with_entry
 
 GROUP = 4
 
@@ -152,16 +152,16 @@ def test_a_floor_lets_easy_problems_come_back_after_the_switch(tiny_folder: Path
     assert easy(0.3) > 0  # 36 draws; 4 of 12 problems have 0.3 of the chance: 4.7 expected, none with chance < 1e-2
 
 
-def test_a_resume_without_the_sampler_file_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_resume_without_the_samplers_state_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     run(tmp_path / "run", tiny_folder, "prioritized", **options)
     place = tmp_path / "run" / "checkpoint-1"
-    state = json.loads((place / STATE_FILE).read_text())
-    (place / STATE_FILE).write_text(json.dumps({**state, "shape": {**state["shape"], "seed": 99}}))
+    state = read_state(place).entries["sampler"]
+    with_entry(place, "sampler", {**state, "shape": {**state["shape"], "seed": 99}})
     with pytest.raises(ValueError, match="resume with the same data, batch settings and seed"):
         run(tmp_path / "run", tiny_folder, "prioritized", resume=str(place), **options)
-    (place / STATE_FILE).unlink()
-    with pytest.raises(ValueError, match=r"grpo_lab_sampler\.json.*written without `sampler`"):
+    with_entry(place, "sampler")
+    with pytest.raises(ValueError, match=r"written without `sampler` \(no entry in its grpo_lab_state\.json\)"):
         run(tmp_path / "run", tiny_folder, "prioritized", resume=str(place), **options)
 
 

@@ -158,7 +158,7 @@ def test_picklable_named_and_usable_from_a_thread(strict: AccuracyReward) -> Non
 
 def test_warm_up_starts_imports_only_for_golds_that_may_need_them() -> None:
     reward = AccuracyReward(workers=1)
-    reward.warm_up(["18", "#### 1,000", "$\\frac{1}{2}$", "$7\\pi$", "\\text{Evelyn}", None, ""])
+    reward.warm_up(["18", "#### 1,000", "$\\frac{1}{2}$", "\\text{Evelyn}", None, ""])
     assert reward._verifier.pool.fork_server_pid is None
     reward.warm_up(["18", "$x^2+1$"])
     assert reward._verifier.pool.fork_server_pid is not None

@@ -22,7 +22,7 @@ FIELDS = {name: field.key for name, field in vars(Carried).items() if hasattr(fi
 def test_a_view_reads_writes_and_takes_out() -> None:
     fields: dict[str, Any] = {"old_per_token_logps": torch.ones(2, 3)}
     carried = Carried(fields)
-    assert carried.old_logps is fields["old_per_token_logps"]
+    assert carried.proximal_logps is fields["old_per_token_logps"]
     assert carried.unmoved is None
     carried.unmoved = torch.tensor([1, 0])
     assert fields[f"{OURS}unmoved"].tolist() == [1, 0]
@@ -33,13 +33,14 @@ def test_a_view_reads_writes_and_takes_out() -> None:
 
 def test_what_is_ours_begins_with_our_name() -> None:
     ours = {name for name in FIELDS if FIELDS[name].startswith(OURS)}
-    assert ours == {"as_generated", "unmoved", "length_quartile", "position_offset", "old_values", "returns"}
+    of_us = {"as_generated", "unmoved", "policy_version", "length_quartile", "position_offset", "old_values", "returns"}
+    assert ours == of_us
     assert set(EARLIER.values()) <= {FIELDS[name] for name in ours}
 
 
 def test_no_other_file_writes_these_names_out() -> None:
     """One place: a literal key elsewhere would go past the carrier. ``trl_bridge`` lists TRL's names."""
-    known = {*FIELDS.values(), *EARLIER} - {FIELDS["ref_logps"], FIELDS["old_logps"]}
+    known = {*FIELDS.values(), *EARLIER} - {FIELDS["ref_logps"], FIELDS["proximal_logps"]}
     found = [
         f"{path.name}:{node.lineno}"
         for path in sorted(TRAINER.rglob("*.py"))

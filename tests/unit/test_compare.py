@@ -12,8 +12,7 @@ import pytest
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.evaluation.comparison import compare
-from grpo_lab.evaluation.comparison_page import comparison_page
+from grpo_lab.evaluation.comparison import compare, comparison_page
 from grpo_lab.evaluation.statistics import mcnemar_exact
 from unit.test_report import Page, assert_self_contained, outcome, whole_run
 

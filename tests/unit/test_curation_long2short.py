@@ -54,8 +54,6 @@ def test_rows_from_pass_rates() -> None:
     rates = [PassRate((1.0, None), 1, ("aa bb", "c"))]
     rows = sampled([{"prompt": "q", "solution": "s"}], rates, lambda completion: len(completion.split()))
     assert rows == [Sampled("q", ("aa bb", "c"), (1.0, None), [2, 1], {"solution": "s"})]
-    with pytest.raises(ValueError, match="keep_completions"):
-        sampled([{"prompt": "q"}], [PassRate((1.0,), 1)], len)
     with pytest.raises(ValueError, match="1 scores"):
         Sampled("q", ["a", "b"], [1.0], [1, 2])
 

@@ -85,7 +85,7 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str)
     notes.write_text(content)
     link.symlink_to(notes)
     for path in (notes, link):
-        with pytest.raises(ValueError, match="something else than samples"), opened(path, {"grpo_lab": 1}, False):
+        with pytest.raises(ValueError, match="something else than samples"), opened(path, {"grpo_lab": 1}):
             pass
     assert notes.read_text() == content
 
@@ -116,15 +116,6 @@ def test_damage_in_the_middle_and_other_settings_are_refused(tmp_path: Path) -> 
     file.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[4:]]))
     with pytest.raises(ValueError, match="line 4"):
         pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 1.0}, progress=False)
-
-
-def test_completions_may_be_left_out_and_are_asked_for_when_needed(tmp_path: Path) -> None:
-    file = tmp_path / "rates.jsonl"
-    rates = pass_rates(PROBLEMS, Scripted(), exact, path=file, keep_completions=False, progress=False)
-    assert all(rate.completions is None for rate in rates)
-    assert b"wrong" not in file.read_bytes()
-    with pytest.raises(ValueError, match="keep_completions"):
-        pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
 
 
 def test_equal_problems_are_sampled_once_and_hostile_text_survives_the_file(tmp_path: Path) -> None:

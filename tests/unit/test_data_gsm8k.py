@@ -85,7 +85,7 @@ BAD_FILES = [
     ([ROW, ROW | {"question": "  "}], r"row 2: column 'question' is '  '"),
     ([ROW | {"answer": ["#### 5"]}], r"row 1: column 'answer' is \['#### 5'\]"),
     ([], r"no rows"),
-    ([[1, 2]], r"line 1: a list; one object a line"),
+    ([[1, 2]], r"line 1: a JSON list, not an object"),
 ]
 
 

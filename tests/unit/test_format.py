@@ -107,11 +107,6 @@ def test_think_only_form(completion: str, reward: float) -> None:
         ("prompt", None, "a</think><answer>b</answer>", 1.0),
         ("prompt", None, "<think>a</think><answer>b</answer>", 0.0),
         ("completion", "User: q\nAssistant: <think>", "a</think><answer>b</answer>", 0.0),
-        ("auto", "User: q\nAssistant: <think>\n", "a</think><answer>b</answer>", 1.0),
-        ("auto", "User: q", "a</think><answer>b</answer>", 0.0),
-        ("auto", "User: q", "<think>a</think><answer>b</answer>", 1.0),
-        ("auto", [{"role": "user", "content": "q<think>"}], "a</think><answer>b</answer>", 0.0),
-        ("auto", [{"role": "assistant", "content": "<think>"}], "a</think><answer>b</answer>", 1.0),
     ],
 )
 def test_who_opens_the_thinking(opened: str, prompt: object, completion: str, reward: float) -> None:
@@ -133,7 +128,5 @@ def test_bad_settings_and_shapes_are_named() -> None:
         ThinkFormatReward(think_opened="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="completions"):
         ThinkFormatReward()(["q"])
-    with pytest.raises(ValueError, match="1 prompts and 2"):
-        ThinkFormatReward()(["q"], ["a", "b"])
     with pytest.raises(ValueError, match="int"):
         ThinkFormatReward()(completions=[5])

@@ -208,7 +208,7 @@ def test_picklable() -> None:
     def local(group: Group) -> list[float]:
         return [0.0] * len(group)
 
-    with pytest.raises(pickle.PicklingError, match="pickled by its address"):
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
         pickle.dumps(local)
 
 

@@ -156,7 +156,7 @@ def test_ramps_come_from_the_schedules() -> None:
         ({"truncated": "drop"}, "`truncated` must be one of"),
         ({"correctness": 3}, "`correctness` is a reward's name or a reward callable"),
         ({"weight": float("inf")}, "finite"),
-        ({"warmup_steps": -1}, "`start` must be a step number"),
+        ({"warmup_steps": -1}, "`start` is -1; it must be a whole number of at least 0"),
         ({"num_generations": 0}, "`num_generations` must be at least 1"),
     ],
 )

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.rewards.completion import reasoning_in, reasoning_of
-from grpo_lab.rewards.language.reward import LanguageConsistencyReward
-from grpo_lab.rewards.language.shares import language_shares, mixture_shares
+from grpo_lab.rewards.language.reward import LanguageConsistencyReward, language_shares, mixture_shares
 from grpo_lab.rewards.language.words import known_languages, words_of
 
 ENGLISH = "First we add the two numbers, and then we divide the result by three because there are three children."

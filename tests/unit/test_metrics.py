@@ -13,8 +13,7 @@ from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
 from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.metrics.as_trl import TrlBook
-from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, reward_metrics
-from grpo_lab.trainer.ports import SamplerCorrection
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, SamplerCorrection, reward_metrics
 from grpo_lab.trainer.step.update_record import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)
@@ -187,7 +186,7 @@ def test_sampler_metrics_by_hand() -> None:
         correction=SamplerCorrection("token_truncate", None, 3.0),
     )
     carried = Carried({})
-    carried.sampler_logps, carried.length_quartile = engines, torch.tensor([3, 0])
+    carried.behaviour_logps, carried.length_quartile = engines, torch.tensor([3, 0])
     step = torch.zeros_like(ours)
     batch = TokenBatch(ours, ours, step, step[:, :1], mask, None, step, weights, dict(carried.fields))
     book = MetricBook()

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.engines.vllm.restart import Restart
 from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
@@ -100,14 +99,10 @@ def cut(folder: Path) -> None:
     trim_to_whole_batches(folder / "samples.jsonl", 4)
 
 
-def start_a_server(folder: Path) -> None:
-    Restart("true", folder / "server.log").start()
-
-
 @pytest.mark.parametrize(
     ("name", "write", "refused"),
     [
-        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True), ("server.log", start_a_server, True),
+        (LOCK, lock, True), ("metrics.jsonl", log_a_step, True), ("samples.jsonl", cut, True),
         ("run.json.part", lambda folder: write_run(folder, {}), False),
     ],
 )  # fmt: skip

@@ -120,7 +120,7 @@ def test_one_number_in_every_writing(word: str) -> None:
         (["--sampler", "{name: prioritized, floor: .nan}"], "`sampler.floor` is nan; it must be a number"),
         (
             ["--reward_schedules", "{accuracy_reward: .nan}"],
-            "schedule 'constant': `value` must be a finite number, got nan",
+            "schedule 'constant': `value` is nan; it must be a number",
         ),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult, Outcome, write_report
+from grpo_lab.evaluation.page import LONGEST_SHOWN, choose_samples
 from grpo_lab.evaluation.run_record import read_run
-from grpo_lab.evaluation.samples import LONGEST_SHOWN, choose_samples
 from grpo_lab.visible import visible
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -308,7 +308,7 @@ def test_bytes_that_are_no_utf8_do_not_stop_the_report(tmp_path):
     folder = whole_run(tmp_path)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 61, "reward": \xff\xfe}\n')
-    assert "metrics.jsonl, line 61: not JSON" in page_of(folder).text
+    assert "metrics.jsonl, line 61: not UTF-8" in page_of(folder).text
 
 
 def test_numbers_that_are_none_or_logged_twice_are_named(tmp_path):

@@ -18,8 +18,7 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.curation import Selection
 from grpo_lab.evaluation import terminal_summary, write_report
-from grpo_lab.evaluation.comparison import compare
-from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
+from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.pipelines.rounds_table import line_of

@@ -29,7 +29,7 @@ from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import read_marker, write_run
 from grpo_lab.runs.metrics_file import cut_metrics
 from grpo_lab.runs.stop import Interrupted, heed_stop_file
-from grpo_lab.trainer.resume.stop import FILE as EVALUATION_DUE
+from grpo_lab.trainer.resume.state import STATE, write_state
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken
 
 WRITTEN: dict[str, Any] = {
@@ -249,6 +249,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a shard is missing": lambda place: (place / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}})
     ),
+    "a record that is cut": lambda place: (place / STATE).write_text('{"version": 1, "ent'),
     "marked by transformers": lambda place: (place / "checkpoint-is-incomplete.txt").write_text("…"),
     "empty folder": lambda place: [file.unlink() for file in place.iterdir()],
     "no optimizer": lambda place: (place / "optimizer.pt").unlink(),
@@ -344,15 +345,15 @@ def test_a_checkpoint_without_an_optimizer_is_whole_where_only_the_model_was_sav
 
 
 def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
-    """Shards of FSDP have no list of their own. A text edited by hand, a file more, and the one that docs/resume.md lets go are fine."""
+    """Shards of FSDP have no list of their own. A text edited by hand and a file more are fine."""
     place = save(tmp_path, 3)
     shard = place / "optimizer_0" / "__1_0.distcp"
     shard.parent.mkdir()
     shard.write_bytes(b"0" * 100)
-    (place / "grpo_lab_generation.json").write_text("{}")
+    write_state(place, {"kl": {"coefficient": 0.1}})
     (place / MARK).write_text(json.dumps(mark_of(place, 3)))
     assert what_is_broken(place) is None
-    (place / "grpo_lab_generation.json").unlink()
+    write_state(place, {})
     (place / "trainer_state.json").write_text('{"global_step": 3}')
     (place / "notes.txt").write_text("of the team's")
     assert what_is_broken(place) is None
@@ -420,7 +421,7 @@ def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> 
     lines = [json.dumps(row) + "\n" for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})]  # fmt: skip
     for due, left in ((False, 3), (True, 2)):
         if due:
-            (place / EVALUATION_DUE).write_text("{}")
+            write_state(place, {"evaluation_due": {"step": 2}})
         file.write_text("".join(lines))
         going_on(tmp_path, 9, {}, Console(quiet=True))
         assert file.read_text() == "".join(lines[:left])

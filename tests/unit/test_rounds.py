@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.evaluation.files import write_json, write_json_lines
-from grpo_lab.evaluation.rounds_page import figures, rounds_page, rounds_table
+from grpo_lab.evaluation.run_page import rounds_figures as figures
+from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.pipelines.questions import Questions
 from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.round_parts import RoundParts, questions_of

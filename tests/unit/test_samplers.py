@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
-from grpo_lab.curation.prioritized import inclusion_probabilities, systematic_sample
-from grpo_lab.curation.rounds import seeded
+from grpo_lab.curation.samplers import inclusion_probabilities, seeded, systematic_sample
 
 SHAPE = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 4}
 RATES = [k / 10 for k in range(10)] + [0.95]

@@ -1,4 +1,4 @@
-"""``generation_kwargs``: every key of the three engines is decided, and those that make wrong numbers are refused by name."""
+"""``generation_kwargs``: what passes is listed for each engine, and what makes wrong numbers is refused by name."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def test_a_temperature_that_vllm_changes_silently_is_refused(temperature: float,
         config(tmp_path, **VLLM, temperature=temperature)
 
 
-def test_every_key_of_transformers_is_decided() -> None:
+def test_every_key_of_transformers_is_one() -> None:
+    """Named by its library: a key that is renamed there would pass here and be ignored."""
     from transformers import GenerationConfig
 
-    assert set(vars(GenerationConfig())) - set(KEYS["transformers"]) == set()
+    assert set(KEYS["transformers"]) <= set(vars(GenerationConfig()))
 
 
 @pytest.mark.vllm
-def test_every_key_of_vllm_is_decided() -> None:
+def test_every_key_of_vllm_is_one() -> None:
     """Of SamplingParams (an engine in this process) and of a completion request (a server)."""
     pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` installs the CPU build")
     from vllm import SamplingParams
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    colocate = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert colocate - set(KEYS["colocate"]) == set()
-    assert set(CompletionRequest.model_fields) - set(KEYS["server"]) == set()
+    assert set(KEYS["colocate"]) <= set(SamplingParams.__struct_fields__)
+    assert set(KEYS["server"]) <= set(CompletionRequest.model_fields)

@@ -130,14 +130,6 @@ def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
     assert "an address of this machine" in capsys.readouterr().err
 
 
-def test_head_size_of_a_folder(tmp_path: Path) -> None:
-    assert serve.head_size(str(tmp_path)) is None
-    assert serve.head_size("Qwen/Qwen2.5-0.5B") is None
-    for config, size in (({"hidden_size": 64, "num_attention_heads": 4}, 16), ({"head_dim": 8, "hidden_size": 64}, 8)):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert serve.head_size(str(tmp_path)) == size
-
-
 KILLED = """
 import sys
 from pathlib import Path

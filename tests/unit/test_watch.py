@@ -83,7 +83,7 @@ def test_a_server_that_stands_still_ends_the_wait(
 def test_a_server_that_does_not_even_answer_ends_the_wait() -> None:
     with pytest.raises(ServerGone, match="does not answer /metrics either"):
         watched(lambda: slow(3600), "http://127.0.0.1:9", silence=0.4, what="x")
-    assert look("http://127.0.0.1:9").counters is None
+    assert look("http://127.0.0.1:9")[0] is None
 
 
 def test_a_page_that_comes_byte_by_byte_is_no_answer(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.data import FAMILIES, WordProblem, iter_word_problems, word_problems
-from grpo_lab.data.word_problems import SPLITS
+from grpo_lab.data.made import SPLITS
 
 LINE = re.compile(r"[A-Z][a-z]*(?: [a-z]+)* (\d+)([-+*/])(\d+)=(\d+)(?: [a-z]+)+\.")
 WORD_NUMBERS = {"half": 2, "twice": 2}

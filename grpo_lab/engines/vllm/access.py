@@ -1,41 +1,58 @@
 """Who may ask a server what: one ASGI middleware before everything that vLLM serves, also what a later release adds.
 
-Named on the server's command line as `--middleware grpo_lab.engines.vllm.entry.Guard`, so vLLM puts it around all its
+Named on the server's command line as `--middleware grpo_lab.engines.vllm.access.Guard`, so vLLM puts it around all its
 own. A request passes that
 
     names this server (`Host`: no other name may be made to point here, "DNS rebinding") and comes from no web page
     carries the token (compared in constant time; no route is open without it, and all are refused alike)
     asks for a route in `ROUTES`, by its method; all others are closed
-    has a body of JSON, of at most `max_bytes`; remote calls are further checked (`server_calls`)
+    has a body of JSON, of at most `max_bytes`; those in `BODIES` hold what is declared there and nothing else
 
 vLLM's own `--api-key` leaves every route open that does not begin with /v1, /v2, /inference or /cohere, also
-`/collective_rpc` and `/update_weights`. Nothing here knows vLLM, torch or the trainer.
+`/collective_rpc` and `/update_weights`; its `/collective_rpc` calls any method of a worker by name, also `save_sharded_state(path)`,
+and other backends of its weight transfer take pickles.
+
+Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length: one without end fills
+the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit (4 MiB) is in force with h11 only. And uvicorn waits
+for ever for the head of a request; enough such connections take every descriptor. Here a head has `HEAD_WITHIN` seconds, and when
+more than `most_waiting()` are waited for, the oldest goes.
+
+Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here knows vLLM, torch
+or the trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
-import json
 import os
 import platform
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+import resource
+from asyncio import TimerHandle, Transport
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
-from grpo_lab.engines.vllm.calls import CHECKED, CallRefused
-from grpo_lab.engines.vllm.token import VARIABLE, plain
+import h11
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, plain
 
-HOSTS_VARIABLE = "GRPO_LAB_SERVER_HOSTS"
-LIMIT_VARIABLE = "GRPO_LAB_SERVER_MAX_BYTES"
 MAX_BYTES = 256 * 1024**2
 #: seconds between two parts of a body
 BODY_PAUSE = 60.0
+#: seconds for the head of a request
+HEAD_WITHIN = 10.0
+#: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
+MOST_WAITING = 4096
 #: 0.0.0.0: how TRL calls this machine where no address is set
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
@@ -63,13 +80,90 @@ ROUTES: dict[str, str] = {
     "/wake_up": "POST",
 }
 
+Text = Annotated[str, Field(max_length=4096)]
+Whole = Annotated[int, Field(ge=0, lt=2**32)]
+#: one that `weight_files` makes; `trusted_folder` looks at it once more in the worker
+Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
 
-class Refused(Exception):
-    """A request that does not pass: status and one sentence."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
+class Nothing(BaseModel):
+    """A body (or the arguments of a call) without fields; those with fields inherit that no other may come along."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class InFolder(Nothing):
+    folder: Folder
+
+
+class Version(Nothing):
+    version: Text
+
+
+class Load(InFolder, Version):
+    pass
+
+
+#: method of `worker.WeightLoading` -> its arguments
+METHODS: dict[str, type[Nothing]] = {
+    "grpo_lab_load_weights": Load,
+    "grpo_lab_sees": InFolder,
+    "grpo_lab_describe": Nothing,
+    "grpo_lab_note_version": Version,
+    "grpo_lab_weights_version": Nothing,
+    "grpo_lab_differing_tensors": InFolder,
+    "grpo_lab_clear_cache": Nothing,
+}
+
+
+class RemoteCall(Nothing):
+    """The body of `/collective_rpc`."""
+
+    method: str
+    kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _is_ours(self) -> RemoteCall:
+        if self.method not in METHODS:
+            raise ValueError("no method of grpo_lab's worker")
+        METHODS[self.method].model_validate(self.kwargs)
+        return self
+
+
+class Rendezvous(Nothing):
+    """Where the trainer waits with NCCL."""
+
+    master_address: Text
+    master_port: Whole
+    rank_offset: Whole
+    world_size: Whole
+    packed: bool | None = None
+
+
+class Announced(Nothing):
+    """The tensors that come over NCCL."""
+
+    names: list[Text]
+    dtype_names: list[Text]
+    shapes: list[list[Whole]]
+    packed: bool | None = None
+
+
+class InitInfo(Nothing):
+    init_info: Rendezvous
+
+
+class UpdateInfo(Nothing):
+    update_info: Announced
+
+
+BODIES: dict[str, type[Nothing]] = {
+    "/collective_rpc": RemoteCall,
+    "/init_weight_transfer_engine": InitInfo,
+    "/update_weights": UpdateInfo,
+    "/start_weight_update": Nothing,
+    "/finish_weight_update": Nothing,
+}
 
 
 class Guard:
@@ -84,7 +178,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: Any, token: str | None = None, hosts: Iterable[str] | None = None, max_bytes: int | None = None
+        self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] | None = None, max_bytes: int | None = None
     ) -> None:
         self.app = app
         self._token = plain(os.environ.get(VARIABLE, "") if token is None else token, VARIABLE).encode("ascii")
@@ -93,140 +187,153 @@ class Guard:
         self.max_bytes = int(os.environ.get(LIMIT_VARIABLE, MAX_BYTES)) if max_bytes is None else max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a connection, or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":  # a web socket; vLLM has them for speech
-            await send({"type": "websocket.close", "code": 1008, "reason": ""})
-            return
-        try:
-            self._check_sender(scope)
-            self._check_route(scope)
-            body = await self._body(scope, receive)
-        except Refused as refused:
-            await answer(send, refused.status, str(refused))
-            return
-        await self.app(scope, _handed_on(body, receive), _without_cross_origin(send))
+        elif scope["type"] == "http":
+            await self._request(scope, receive, send)
+        else:  # a web socket; vLLM has them for speech
+            await WebSocketClose(1008)(scope, receive, send)
 
-    def _check_sender(self, scope: Scope) -> None:
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["headers"] = [(name.lower(), value) for name, value in scope["headers"]]
+        headers = Headers(scope=scope)
+        try:
+            self._check_sender(headers)
+            self._check_route(scope)
+            body = await self._body(scope, headers, receive)
+        except (
+            HTTPException
+        ) as refused:  # the connection is closed: a body that was not read is not taken for a request
+            closed = {"connection": "close", "cache-control": "no-store", **(refused.headers or {})}
+            await JSONResponse({"error": refused.detail}, refused.status_code, closed)(scope, receive, send)
+            return
+        checked: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_checked() -> Message:
+            return checked.pop() if checked else await receive()
+
+        async def send_to_no_other_origin(message: Message) -> None:
+            kept = [pair for pair in message.get("headers", ()) if not pair[0].lower().startswith(b"access-control-")]
+            await send({**message, "headers": kept} if "headers" in message else message)
+
+        await self.app(scope, receive_checked, send_to_no_other_origin)
+
+    def _check_sender(self, headers: Headers) -> None:
         """Host, no web page, token: in this order, and alike on every path."""
-        if _host(_only(scope, b"host")) not in self.hosts:
-            raise Refused(403, "this server is not asked by that name (Host); see `grpo-lab serve --allow-host`")
-        for header in (b"origin", b"sec-fetch-site"):
-            if _all(scope, header):
-                raise Refused(403, "this server does not answer web pages")
-        scheme, _, token = _only(scope, b"authorization").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._token):
-            raise Refused(401, f"a token is needed: {VARIABLE}, or the token file that `grpo-lab serve` named")
+        if host_of(only(headers, "host")) not in self.hosts:
+            raise HTTPException(403, "this server is not asked by that name (Host); see `grpo-lab serve --allow-host`")
+        for header in ("origin", "sec-fetch-site"):
+            if header in headers:
+                raise HTTPException(403, "this server does not answer web pages")
+        scheme, _, token = only(headers, "authorization").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode("latin-1"), self._token):
+            needed = f"a token is needed: {VARIABLE}, or the token file that `grpo-lab serve` named"
+            raise HTTPException(401, needed, {"www-authenticate": "Bearer"})
 
     def _check_route(self, scope: Scope) -> None:
         method = ROUTES.get(scope["path"]) if not scope.get("root_path") else None
         if method is None:
-            raise Refused(404, "this route is closed")
+            raise HTTPException(404, "this route is closed")
         if scope["method"] != method:
-            raise Refused(405, f"this route takes {method}")
+            raise HTTPException(405, f"this route takes {method}")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
         """The whole body, checked; what goes on to vLLM is what was checked."""
-        said = _only(scope, b"content-length")
-        if said and _all(scope, b"transfer-encoding"):
-            raise Refused(
-                400, "a body has a length or comes in chunks, not both: two readers may take another end of it"
-            )
-        if said and not (said.isdigit() and int(said) <= self.max_bytes):
-            raise Refused(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
-        kind = _only(scope, b"content-type").split(b";")[0].strip().lower()
-        body = await _read(receive, self.max_bytes)
-        if body and kind != b"application/json":
-            raise Refused(415, "a body must be application/json")
-        check = CHECKED.get(scope["path"])
-        if check is None:
+        length, kind = only(headers, "content-length"), only(headers, "content-type").split(";")[0].strip().lower()
+        if length and "transfer-encoding" in headers:
+            raise HTTPException(400, "a body has a length or comes in chunks, not both: readers may see different ends")
+        if length and not (length.isdigit() and int(length) <= self.max_bytes):
+            raise HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
+        body = await self._read(scope, receive)
+        if body and kind != "application/json":
+            raise HTTPException(415, "a body must be application/json")
+        declared = BODIES.get(scope["path"])
+        if declared is None:
             return body
         try:
-            body = json.dumps(check(json.loads(body))).encode()
-        except (CallRefused, ValueError, RecursionError) as error:
-            raise Refused(403, f"this call is not allowed: {error}") from None
-        kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-        scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
+            body = declared.model_validate_json(body).model_dump_json(exclude_none=True).encode()
+        except ValidationError as error:
+            raise HTTPException(403, f"this call is not allowed: {error.errors()[0]['msg']}") from None
+        MutableHeaders(scope=scope)["content-length"] = str(len(body))
         return body
 
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        async def next_part() -> Message:
+            return await asyncio.wait_for(receive(), BODY_PAUSE)
 
-async def answer(send: Send, status: int, why: str) -> None:
-    """A short answer in JSON; the connection is closed, so a body that was not read is not taken for a request."""
-    body = json.dumps({"error": why}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close"), (b"cache-control", b"no-store")]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _all(scope: Scope, name: bytes) -> list[bytes]:
-    return [value for key, value in scope["headers"] if key.lower() == name]
-
-
-def _only(scope: Scope, name: bytes) -> bytes:
-    """The header, b"" where it is not there; two of them are refused, since two readers may choose another one."""
-    found = _all(scope, name)
-    if len(found) > 1:
-        raise Refused(400, f"two headers {name.decode()}")
-    return bytes(found[0]).strip() if found else b""
-
-
-def _host(header: bytes) -> str:
-    """`Host` without its port, "" for one that is none. An IPv6 address is written as Python writes it."""
-    text = header.decode("latin-1").lower()
-    name, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        name, port = text, ""
-    if port and not port.isdigit():
-        return ""
-    if name.startswith("[") and name.endswith("]"):
+        body = bytearray()
         try:
-            return str(ipaddress.IPv6Address(name[1:-1]))
-        except ValueError:
-            return ""
-    return name
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    parts, size, more = [], 0, True
-    while more:
-        try:
-            message = await asyncio.wait_for(receive(), BODY_PAUSE)
+            async for part in Request(scope, next_part).stream():
+                body += part
+                if len(body) > self.max_bytes:
+                    raise HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         except TimeoutError:
-            raise Refused(408, f"nothing more of the body came for {BODY_PAUSE:.0f} s") from None
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "the connection ended before its body did")
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > limit:
-            raise Refused(413, f"the body is longer than {limit} bytes (--max-request-mib)")
-    return b"".join(parts)
+            raise HTTPException(408, f"nothing more of the body came for {BODY_PAUSE:.0f} s") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the connection ended before its body did") from None
+        return bytes(body)
 
 
-def _handed_on(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then what comes after it (the end of the connection)."""
-    waiting = [body]
-
-    async def handed_on() -> Message:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await receive()
-
-    return handed_on
+def only(headers: Headers, name: str) -> str:
+    """The header, "" where it is not there; two of them are refused, since two readers may choose another one."""
+    found = headers.getlist(name)
+    if len(found) > 1:
+        raise HTTPException(400, f"two headers {name}")
+    return found[0].strip() if found else ""
 
 
-def _without_cross_origin(send: Send) -> Send:
-    """Answers never invite another origin, whatever the application says."""
+def host_of(header: str) -> str:
+    """`Host` without its port, in lower case; "" for one that is none."""
+    try:
+        url = urlsplit(f"//{header}")
+        _ = url.port
+    except ValueError:
+        return ""
+    return url.hostname or "" if url.netloc == header and "@" not in header else ""
 
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = message.get("headers", ())
-            kept = [(name, value) for name, value in headers if not name.lower().startswith(b"access-control-")]
-            message = {**message, "headers": kept}
-        await send(message)
 
-    return sent
+def most_waiting() -> int:
+    """Half of the descriptors that this process may have, `MOST_WAITING` at most."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_WAITING if soft == resource.RLIM_INFINITY else min(MOST_WAITING, max(1, soft // 2))
+
+
+class Reader(H11Protocol):
+    """A connection; closed where the head of its request does not come."""
+
+    #: connections whose head is not here yet, oldest first -> when they are closed
+    waiting: ClassVar[dict[Reader, TimerHandle]] = {}
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # the head of a first or a later request has begun
+            self._wait_for_head()
+        else:
+            self._no_longer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._no_longer()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        if self in self.waiting or self.transport.is_closing():
+            return
+        if len(self.waiting) >= most_waiting():
+            next(iter(self.waiting))._give_up()
+        self.waiting[self] = self.loop.call_later(HEAD_WITHIN, self._give_up)
+
+    def _give_up(self) -> None:
+        self._no_longer()
+        self.transport.close()
+
+    def _no_longer(self) -> None:
+        timer = self.waiting.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+
+
+auto.AutoHTTPProtocol = Reader  # type: ignore[misc]

@@ -72,7 +72,6 @@ class EngineOptions:
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Keyword arguments for `vllm.LLM` that say what these options say."""
         arguments: dict[str, Any] = {"enable_prefix_caching": self.prefix_caching}
         dtype = self.dtype
         if dtype == "auto" and on_cpu and trainer_dtype is not None:

@@ -7,14 +7,14 @@ the model: so every request needs a token, and the address is one that only this
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import socket
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
+from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions
 from grpo_lab.engines.vllm.server import HOST, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.vllm.token import VARIABLE, Token, default_file
@@ -26,11 +26,9 @@ NEEDED = {
     "weights": ("*.safetensors", "*.bin", "*.gguf"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
 }
-SURE_HEADS = (32, 64, 128, 256)  # not asked for: the import costs ten seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument("--model", required=True, help="folder or hub name; the trainer's weights replace its own")
     parser.add_argument("--port", type=int, default=8000, help="port of the server")
     parser.add_argument(
@@ -42,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file", type=Path, help=f"the token's file, made if need be (default: ${VARIABLE}, else made)"
     )
     parser.add_argument(
-        "--allow-host", action="append", default=[], help="a further name that it is asked by, without port"
+        "--allow-host",
+        dest="allow_hosts",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a further name that it is asked by, without port",
     )
     parser.add_argument("--max-request-mib", type=int, default=256, help="longest request, in MiB")
     parser.add_argument(
@@ -51,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, help="prompt + completion, in tokens")
     parser.add_argument("--kv-cache-gib", type=float, help="KV cache in GiB (default on a CPU: 1)")
     parser.add_argument("--block-size", type=int, help="tokens of a KV page (default on a CPU: 32)")
-    parser.add_argument("--no-prefix-caching", action="store_true", help="compute a prompt anew for each completion")
+    parser.add_argument(
+        "--no-prefix-caching",
+        dest="prefix_caching",
+        action="store_false",
+        help="compute a prompt anew for each completion",
+    )
     parser.add_argument("--enforce-eager", action="store_true", default=None, help="no compilation (default on a CPU)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of one copy of the model")
@@ -62,26 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def options_from(chosen: argparse.Namespace) -> ServerOptions:
     """Parsed command line -> what to serve. ValueError for a value that is not allowed."""
-    engine = EngineOptions(
-        dtype=chosen.dtype,
-        max_model_len=chosen.max_model_len,
-        kv_cache_gib=chosen.kv_cache_gib,
-        block_size=chosen.block_size,
-        prefix_caching=not chosen.no_prefix_caching,
-        enforce_eager=chosen.enforce_eager,
-        seed=chosen.seed,
-    )
-    return ServerOptions(
-        model=chosen.model,
-        port=chosen.port,
-        host=chosen.host,
-        engine=engine,
-        tensor_parallel_size=chosen.tensor_parallel_size,
-        gpu_memory_utilization=chosen.gpu_memory_utilization,
-        token_file=chosen.token_file,
-        allow_hosts=tuple(chosen.allow_host),
-        max_request_mib=chosen.max_request_mib,
-    )
+    given = {**vars(chosen), "allow_hosts": tuple(chosen.allow_hosts)}
+    engine = EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions)})
+    asked = {one.name: given[one.name] for one in fields(ServerOptions) if one.name in given}
+    return ServerOptions(**asked, engine=engine)
 
 
 def refuse_taken_port(port: int, host: str = HOST) -> None:
@@ -94,19 +86,6 @@ def refuse_taken_port(port: int, host: str = HOST) -> None:
             raise ValueError(
                 f"port {port} at {host} cannot be used ({error.strerror}): choose another --port, or an address of this machine"
             ) from error
-
-
-def head_size(model: str) -> int | None:
-    """Attention head size out of a folder's config.json; None for a hub name or where it does not say."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("head_dim"):
-        return int(config["head_dim"])
-    if "hidden_size" in config and "num_attention_heads" in config:
-        return int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return None
 
 
 def refuse_no_model(model: str) -> None:
@@ -131,24 +110,10 @@ def refuse_no_model(model: str) -> None:
         raise ValueError(f"--model {model}: no such folder, and no config.json of it on the hub ({why})") from error
 
 
-def refuse_unsupported_model(model: str) -> None:
-    """ValueError for a head size that the CPU build has no kernel for: the server would start, and die at its first token."""
-    size = head_size(model)
-    if size is None or size in SURE_HEADS:
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in supported:
-        raise ValueError(f"vLLM on a CPU has no attention kernel for heads of size {size}; it has {supported}")
-
-
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in time."""
     refuse_no_model(options.model)
     refuse_taken_port(options.port, options.host)
-    if runs_on_cpu():
-        refuse_unsupported_model(options.model)
     handle(interrupt, signal.SIGTERM)
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
@@ -171,7 +136,6 @@ def interrupt(number: int, frame: Any) -> None:
 
 
 def exposed(options: ServerOptions) -> str:
-    """What an address beyond this machine means."""
     return (
         f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: whoever reads "
         "along in that network has prompts and token, and with it the model. Only in a private network that you trust; else "

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from grpo_lab.engines.vllm.access import HOSTS_VARIABLE, LIMIT_VARIABLE
 from grpo_lab.engines.vllm.engine import EngineOptions, runs_on_cpu
 from grpo_lab.engines.vllm.leftovers import own_folder
 from grpo_lab.engines.vllm.talk import wait_until_ready
-from grpo_lab.engines.vllm.token import VARIABLE, Token, of_server
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
-GUARD = "grpo_lab.engines.vllm.entry.Guard"
+GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 SOCKETS_PREFIX = "grpo-lab-sockets-"
 #: a second token, and unpickling what is sent
@@ -85,7 +84,6 @@ class ServerOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the server."""
         return address_of(self.host).is_loopback
 
     @property
@@ -185,7 +183,6 @@ class Server:
         self.token = of_server(self.options.base_url, self.options.token_file)
         try:
             self._start(self.token.value)
-            self.token.keep()
             return self
         except BaseException:
             self.stop()

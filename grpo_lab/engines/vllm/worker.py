@@ -4,18 +4,7 @@ Named on the server's command line as `--worker-extension-cls grpo_lab.engines.v
 the class into its worker, and `/collective_rpc` calls its methods. An exception here would end the engine, so
 each method answers with its error instead, and the trainer raises it.
 
-One run at a time on a server: whose weights it holds, and whether that run still lives.
-
-A second trainer would replace the first one's weights at its next sync, and both would end. So a run claims the server before it
-sends anything, and again at every sync. On one machine a claim lives as long as the process that made it; from another
-machine, where that cannot be seen, for `PATIENCE` seconds after its last sign.
-
-What a server must have in common with the trainer, besides the weights: told before anything is loaded.
-
-Weights can be sent; what they mean cannot. A server with another end-of-sequence id makes completions that never end, and the
-proof of the sync is perfect. One with other shapes fails in the middle of loading. Both sides describe themselves in plain values
-(`describe_tokenizer`, `end_ids`, the model's config), and `mismatches` compares. Prompts are sent as token ids, so another chat
-template changes nothing that is sampled: `remarks` tells of it.
+It also describes the server's model in plain values, for `trainer/generation/server_check.py` to compare before anything is loaded.
 """
 
 from __future__ import annotations
@@ -24,64 +13,9 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import platform
-import time
-from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from grpo_lab.engines.weights.weight_files import read_shards, shard_shapes, trusted_folder
-
-PATIENCE = 900.0
-
-
-def this_run(folder: str) -> dict[str, Any]:
-    """Who claims: this process, where it runs, and the folder it writes to (for the message only)."""
-    pid = os.getpid()
-    return {"pid": pid, "started": started_at(pid), "place": place(), "host": platform.node(), "folder": folder}
-
-
-def place() -> str:
-    """The same for two processes exactly where one can see the other in /proc; "" where there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def started_at(pid: int) -> str:
-    """When a process started, in ticks since boot, so that a number used again is not taken for it; "" for none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True for two claims of one process."""
-    return all(one[name] == other[name] for name in ("pid", "started", "place", "host"))
-
-
-def lives(owner: Mapping[str, Any], last_sign: float) -> bool:
-    """Whether the run that made a claim may still be there. `last_sign`: seconds of `time.monotonic` of this process."""
-    if owner["place"] and owner["place"] == place():
-        return bool(owner["started"]) and started_at(int(owner["pid"])) == owner["started"]
-    return time.monotonic() - last_sign < PATIENCE
-
-
-def taken(url: str, owner: Mapping[str, Any], seconds: float) -> str:
-    """The sentence that the second trainer ends with."""
-    return (
-        f"the vLLM server at {url} is in use by another run: process {owner['pid']} on {owner['host']}, writing to "
-        f"{owner['folder']!r}, heard of {seconds:.0f} s ago. Two runs would replace each other's weights: end that one, or start "
-        "a second server (`grpo-lab serve --port …`)"
-    )
+from grpo_lab.engines.weights.weight_files import read_shards, trusted_folder
 
 
 class WeightLoading:
@@ -91,11 +25,10 @@ class WeightLoading:
         """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version} or {error}."""
         from vllm.config import set_current_vllm_config
 
-        from grpo_lab.engines.weights.sync import load_into_runner, refuse_stream
+        from grpo_lab.engines.weights.sync import load_into_runner
 
         worker: Any = self
         try:
-            refuse_stream(worker.model_runner.get_model(), shard_shapes(trusted_folder(folder)), ranks=_ranks(worker))
             worker.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
             with set_current_vllm_config(worker.vllm_config):
                 report = load_into_runner(worker.model_runner, read_shards(trusted_folder(folder)))
@@ -123,23 +56,6 @@ class WeightLoading:
             return {**describe_tokenizer(tokenizer), "end_ids": ends, "config": plain_config(config.hf_config)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-
-    def grpo_lab_claim(self, owner: dict[str, Any]) -> dict[str, Any]:
-        """Take this worker for a run -> {} or, where another run that still lives has it, {owner, seconds}."""
-        worker: Any = self
-        current = getattr(worker, "grpo_lab_owner", None)
-        if current is not None and not same_run(current[0], owner) and lives(*current):
-            return {"owner": current[0], "seconds": time.monotonic() - current[1]}
-        worker.grpo_lab_owner = (owner, time.monotonic())
-        return {}
-
-    def grpo_lab_release(self, owner: dict[str, Any]) -> dict[str, Any]:
-        """Give this worker back, if it is this run's."""
-        worker: Any = self
-        current = getattr(worker, "grpo_lab_owner", None)
-        if current is not None and same_run(current[0], owner):
-            worker.grpo_lab_owner = None
-        return {}
 
     def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
         """Name the weights that came another way (NCCL), so that a server that was started since does not know the name."""
@@ -173,12 +89,6 @@ class WeightLoading:
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
 
 
-def _ranks(worker: Any) -> int:
-    """Over how many workers one copy of the model is cut."""
-    parallel = worker.vllm_config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-
-
 #: what two tokenizers with the same vocabulary can still cut differently
 PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 \\frac{1}{2} isn't\n\n"
 
@@ -209,57 +119,3 @@ def plain_config(config: Any) -> dict[str, Any]:
     """A transformers config as JSON values; `model_type` is one of them."""
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return written
-
-
-def parameter_shapes(model_class: type[nn.Module], config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter that a model of this class and config has; no memory is used."""
-    with torch.device("meta"):
-        model = model_class(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about parameters in which a model of our config and one of theirs differ; empty where all agree."""
-    if theirs.get("model_type") != ours.model_type:
-        return [f"its model is a {theirs.get('model_type')!r}, the trainer's a {ours.model_type!r}"]
-    mine = parameter_shapes(model_class, ours)
-    other = parameter_shapes(model_class, type(ours).from_dict(dict(theirs)))
-    wrong = [
-        f"{n}: {list(other[n])}, the trainer's {list(mine[n])}" for n in mine if n in other and mine[n] != other[n]
-    ]
-    wrong += [f"{n}: not there, the trainer's {list(mine[n])}" for n in mine if n not in other]
-    wrong += [f"{n}: {list(other[n])}, the trainer has none" for n in other if n not in mine]
-    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"] if wrong else []
-
-
-def mismatches(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about end-of-sequence ids and tokenizer; `ours`, `theirs`: `describe_tokenizer` and `end_ids`."""
-    found = []
-    if theirs["end_ids"] != ours["end_ids"]:
-        found.append(
-            f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ours['end_ids']} (generation_config.json and "
-            "tokenizer): completions would not end where the trainer takes them to end"
-        )
-    if theirs["vocabulary_size"] != ours["vocabulary_size"]:
-        found.append(f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's {ours['vocabulary_size']}")
-    elif theirs["vocabulary"] != ours["vocabulary"]:
-        found.append("its vocabulary has other tokens behind the same ids")
-    elif theirs["encoding"] != ours["encoding"]:
-        found.append("its tokenizer cuts the same text into other tokens")
-    return found
-
-
-def remarks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Differences that change no completion, since prompts are sent as token ids."""
-    if theirs["chat_template"] == ours["chat_template"]:
-        return []
-    return ["its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"]
-
-
-def says(url: str, found: Collection[str]) -> str:
-    """The sentence that a run with the wrong server does not start with."""
-    return (
-        f"the vLLM server at {url} serves another model than the trainer trains: {'; '.join(found)}. Start it from the folder "
-        "that training starts from: `grpo-lab serve --model FOLDER`"
-    )

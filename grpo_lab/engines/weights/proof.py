@@ -123,21 +123,15 @@ def forward_logprobs(
     """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1.
 
     One forward pass over the right-padded batch [B, T]; padding stands after the tokens that count, where a causal
-    model cannot see it. Log-softmax in float32. Under FSDP or ZeRO-3 every rank must call this at the same time.
+    model cannot see it. Log-softmax in float32. The model must be in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must
+    call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     width = max(len(row) for row in rows)
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    training = bool(getattr(model, "training", False))
-    if training and isinstance(model, nn.Module):
-        model.eval()
-    try:
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    finally:
-        if training and isinstance(model, nn.Module):
-            model.train()
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     picked = []
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         first = len(prompt) - 1
@@ -202,13 +196,11 @@ def prove_sync(
     prompt_ids: Sequence[Sequence[int]],
     *,
     tolerance: float,
-    compare_tensors: bool = True,
     max_tokens: int = 16,
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
     `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were pushed.
-    With `compare_tensors=False` tensors are read on failure only.
 
     Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for NaN in the
     trainer's own weights.
@@ -222,34 +214,22 @@ def prove_sync(
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:
-        if not compare_tensors:
-            raise
-        raise EngineFault(f"{fault}. {named(differing())}") from fault  # also where other ranks gather shards for it
-    judge(gap, differing, tolerance=tolerance, compare_tensors=compare_tensors)
+        found = differing()  # in any case: other ranks gather shards for it
+        names = ", ".join(entry.name for entry in found[:5])
+        raise EngineFault(
+            f"{fault}. {len(found)} tensors that can be read differ from the trainer's; {names}"
+        ) from fault
+    judge(gap, differing(), tolerance=tolerance)
     return gap
 
 
-def named(differing: Sequence[TensorDifference]) -> str:
-    """Tensors that differ, as a sentence."""
-    if not differing:
-        return "No tensor that can be read differs from the trainer's"
-    names = ", ".join(entry.name for entry in differing[:5])
-    return f"{len(differing)} tensors differ from the trainer's, most: {names}"
-
-
-def judge(
-    gap: SyncGap, differing: Callable[[], list[TensorDifference]], *, tolerance: float, compare_tensors: bool = True
-) -> None:
-    """WeightSyncError above the tolerance, or where `differing()` names a tensor. Also for an engine behind a server."""
-    if gap.mean <= tolerance and not compare_tensors:
-        return
-    found = differing()
+def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float) -> None:
+    """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
     if gap.mean > tolerance or found:
         raise WeightSyncError(describe(gap, tolerance, found))
 
 
 def describe(gap: SyncGap, tolerance: float, differing: Sequence[TensorDifference]) -> str:
-    """The sentence an unproven sync ends a run with."""
     verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
     lines = [
         f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens "

@@ -64,11 +64,6 @@ def is_packed(module: nn.Module) -> bool:
     return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
 
 
-def is_head(model: nn.Module, module: nn.Module) -> bool:
-    """True for a module whose `weight` belongs to an embedding table or an LM head (rows = vocabulary)."""
-    return hasattr(module, "org_vocab_size")
-
-
 def tied_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Packed modules that share their weight with an earlier module: the tied LM head, first of all."""
     seen: set[int] = set()
@@ -94,13 +89,6 @@ def probed_weight(module: Any, columns: int, dtype: torch.dtype, device: torch.d
     return torch.cat(pieces).T.contiguous()
 
 
-def input_width(module: Any) -> int:
-    """Number of columns of a module's weight, also where the weight itself has been given up."""
-    if module.weight.ndim == 2:
-        return int(module.weight.shape[1])
-    return int(module.input_size_per_partition)
-
-
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(engine's name, tensor it computes with) for every parameter, packed ones probed.
 
@@ -112,10 +100,12 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     device = next(parameter.device for parameter in model.parameters() if parameter.numel())
     listed: set[str] = set()
     for name, module in model.named_modules():
-        looked_up = is_head(model, module) and type(module).__name__ != "ParallelLMHead"
+        looked_up = hasattr(module, "org_vocab_size") and type(module).__name__ != "ParallelLMHead"
         if not is_packed(module) or module.weight.ndim > 2 or looked_up:
             continue
-        weight = probed_weight(module, input_width(module), dtype, device)
+        kept = module.weight.ndim == 2  # else it has been given up for the packed copy
+        columns = int(module.weight.shape[1] if kept else module.input_size_per_partition)
+        weight = probed_weight(module, columns, dtype, device)
         rows = int(getattr(module, "org_vocab_size", weight.shape[0]))
         listed.add(f"{name}.weight")
         yield f"{name}.weight", weight[:rows]
@@ -140,12 +130,10 @@ class SyncReport:
 
 
 def worker_runner(llm: Any) -> Any:
-    """The model runner of an engine in this process (`vllm.LLM` or `GroupedEngine`)."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def engine_model(llm: Any) -> nn.Module:
-    """The engine's model."""
     model: nn.Module = worker_runner(llm).get_model()
     return model
 
@@ -197,7 +185,10 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
         ) from error
     missing = missing_tensors(model, brought)
     if missing:
-        raise WeightSyncError(missing_sentence(missing, len(brought)))
+        raise WeightSyncError(
+            f"{len(missing)} of the engine's tensors were not in the trainer's stream of {len(brought)} and kept "
+            f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+        )
     repacked = tuple(repack_tied(model))
     return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
 
@@ -229,54 +220,6 @@ def put_back(model: nn.Module, runner: Any) -> None:
         if info.can_load():
             info.load_numel, info.loaded_weights = 0, []  # a layer that got a part of its tensors keeps the old ones
     finalize_layerwise_reload(model, runner.model_config)
-
-
-def loadable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Engine's parameter -> the shape that it loads, packed layers as they were before packing, without padded rows."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        module_name, _, own = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        kept = get_layerwise_info(module).restore_metadata[0].get(own, parameter)
-        if kept.ndim and kept.numel():
-            shapes[name] = (int(getattr(module, "org_vocab_size", kept.shape[0])), *kept.shape[1:])
-    return shapes
-
-
-def refuse_stream(model: nn.Module, brought: Mapping[str, tuple[int, ...]], *, ranks: int = 1) -> None:
-    """WeightSyncError where a stream with these names and shapes would not load; nothing is touched.
-
-    Shapes are compared where one rank holds the whole model (`ranks` = 1), names always.
-    """
-    missing = missing_tensors(model, set(brought))
-    if missing:
-        raise WeightSyncError(missing_sentence(missing, len(brought)))
-    if ranks > 1:
-        return
-    fused = fused_parts(model)
-    wrong = []
-    for name, shape in loadable_shapes(model).items():
-        parts = [brought[part] for part in trainer_names(name, fused)]
-        if all(len(part) == len(shape) for part in parts):
-            sent = (sum(part[0] for part in parts), *parts[0][1:])
-            if sent == shape and all(part[1:] == shape[1:] for part in parts):
-                continue
-        wrong.append(f"{', '.join(trainer_names(name, fused))}: {[list(part) for part in parts]} for {list(shape)}")
-    if wrong:
-        raise WeightSyncError(
-            f"{len(wrong)} of the engine's tensors have other shapes than the trainer's, so nothing was loaded: "
-            f"{'; '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-        )
-
-
-def missing_sentence(missing: list[str], count: int) -> str:
-    """What a stream of `count` tensors lacks."""
-    return (
-        f"{len(missing)} of the engine's tensors were not in the trainer's stream of {count} and kept "
-        f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
-    )
 
 
 def copied(named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,17 +49,6 @@ def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a folder, from the files' headers."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
-    return shapes
-
-
 def trusted_folder(name: str) -> Path:
     """The folder named by a trainer; ValueError for any that `WeightCourier` would not have made."""
     folder = Path(name).resolve()

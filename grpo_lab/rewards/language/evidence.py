@@ -1,15 +1,10 @@
 """How likely a word is in each language that shares its script: p(word | language), unnormalised.
 
-Two offline sources, both with their data inside the wheel:
+Two offline sources: **wordfreq** (~20–30 thousand words a language), p(w | l) is the word's frequency; **lingua** (character n-grams) for
+words that no list knows: its confidences share out the frequency of a word just too rare for the lists.
 
-* **wordfreq** (word frequencies, ~20–30 thousand words a language): p(w | l) is the word's frequency. It knows what matters
-  most in running text: that "de" is French, Spanish or Portuguese, and which of them more often.
-* **lingua** (language identification by character n-grams): for the words that no list knows (compounds, inflected and
-  rare words). Its confidences share out a small frequency, that of a word just too rare for the lists.
-
-Capitalised words are mostly names, and a name says little about the language around it: they get a constant on top in
-every language, so that a frequent function word keeps its evidence ("The") and a name follows the text it stands in. A name
-known across borders (José, Paulo) is in most lists, a German noun in one or two: the constant is larger for the first.
+Capitalised words are mostly names, which say little: they get a constant on top in every language, so that a frequent function word keeps
+its evidence ("The") and a name follows its text. The constant is larger for a name that most lists have (José) than for a German noun.
 
 Not from a paper: R1 (arXiv 2501.12948, section 2.3.2) defines the reward and not how words are assigned to languages.
 """

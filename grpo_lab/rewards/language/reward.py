@@ -5,21 +5,45 @@
 Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the reward
 is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
 
-The paper says neither what a word is nor how its language is found. Ours: ``words`` (what counts, and in which script),
-``evidence`` and ``shares`` (languages that share a script). How well it works, with figures:
-``docs/algorithms/language_consistency.md``.
+The paper says neither what a word is nor how its language is found. Ours (how well it works: ``docs/algorithms/language_consistency.md``):
+first the script of each word (``words``). Then, within a script that several languages share, the mixture of languages that explains
+its words best: a single word often belongs to several ("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the
+shares π are those that make the text most likely,
+
+    π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
+
+found by expectation maximisation: r_wl = π_l p(w | l) / Σ_k π_k p(w | k), then π_l = Σ_w n_w r_wl / Σ_w n_w. Ambiguous
+words then follow the unambiguous ones, wherever they stand. π_l is the expected share of words in language l.
+
+EM for mixture weights: Dempster, Laird, Rubin 1977, section 4.3. That R1's share is estimated this way is ours.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from grpo_lab.rewards.completion import completion_text, reasoning_in
-from grpo_lab.rewards.language.shares import language_shares
-from grpo_lab.rewards.language.words import GROUP_OF_LANGUAGE, known_languages
+from grpo_lab.rewards.language.evidence import word_likelihoods
+from grpo_lab.rewards.language.words import (
+    CASED,
+    GROUP_OF_LANGUAGE,
+    LANGUAGES_OF_GROUP,
+    LETTER_WORDS,
+    OTHER,
+    UNSPACED,
+    Word,
+    has_kana,
+    known_languages,
+    words_of,
+)
 from grpo_lab.rewards.protocol import Scope
 
 FROM_PROMPT = "prompt"
@@ -32,11 +56,9 @@ class LanguageConsistencyReward:
         target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the language
             that most words of the row's prompt are in. A prompt whose language is not clear (formulas only, two languages
             in equal parts) makes the row unscorable: ``None``.
-        empty: the value of reasoning without a single countable word: nothing at all, or only digits and formulas. 0 by
-            default, because a policy finds whatever pays: with 1 the cheapest way out of mixed-language reasoning is no
-            reasoning, and with ``None`` such a row would escape the reward.
-        prompt_column: with ``target="prompt"``, the data column that holds the question, where the prompt itself begins
-            with instructions in another language.
+        empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of mixed-language
+            reasoning would be no reasoning.
+        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in another language.
     """
 
     scope: ClassVar[Scope] = "completion"
@@ -101,3 +123,145 @@ def _last_question(prompt: Any) -> str:
         return prompt
     asked = [message for message in prompt if message.get("role") == "user"]
     return completion_text([{**asked[-1], "role": "assistant"}]) if asked else ""
+
+
+ITERATIONS = 100
+TOLERANCE = 1e-4
+TRACE = 0.02
+"""A language is dropped if it explains less than this share of the words, or less than ``TRACE_WORDS`` words."""
+TRACE_WORDS = 1.0
+DOUBT = 2.0
+"""Imagined words in the expected language: a text of three ambiguous words is then in that language and not in the one whose
+frequencies happen to fit best. They decide between languages that fit; they are not counted, and no French word becomes
+English by them."""
+
+
+def mixture_shares(
+    likelihoods: NDArray[np.float64], counts: NDArray[np.float64], expected: int | None = None
+) -> NDArray[np.float64]:
+    """The share of each language in the counted words, ``[L]``, summing to 1.
+
+    Args:
+        likelihoods: ``[W, L]``, p(w | l) > 0.
+        counts: ``[W]``, how often each word occurs.
+        expected: index of a language that gets the benefit of the doubt, see ``DOUBT``.
+    """
+    if likelihoods.ndim != 2 or likelihoods.shape[0] != counts.shape[0] or not counts.sum() > 0:
+        raise ValueError(f"one row of likelihoods per counted word: got {likelihoods.shape} and {counts.shape}")
+    languages = likelihoods.shape[1]
+    prior = np.zeros(languages)
+    if expected is not None:
+        prior[expected] = DOUBT
+    shares = _maximise(likelihoods, counts, prior, np.full(languages, 1 / languages))
+    kept = shares >= max(TRACE, min(0.3, TRACE_WORDS / counts.sum()))
+    if kept.any() and not kept.all():
+        # Twenty languages that each claim two odd words of a long text are not there: explain those words by the rest.
+        shares = _maximise(likelihoods, counts, np.where(kept, prior, 0.0), np.where(kept, shares, 0.0))
+    return shares
+
+
+def _maximise(
+    likelihoods: NDArray[np.float64],
+    counts: NDArray[np.float64],
+    prior: NDArray[np.float64],
+    start: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """EM from ``start``; a language that starts at 0 stays there. Returns the words' shares, without the prior's."""
+    weights: NDArray[np.float64] = start / start.sum()
+    shares = weights
+    for _ in range(ITERATIONS):
+        joint = likelihoods * weights
+        explained = (counts / joint.sum(axis=1)) @ joint
+        shares = explained / counts.sum()
+        previous, weights = weights, (explained + prior) / (counts.sum() + prior.sum())
+        if np.abs(weights - previous).max() < TOLERANCE:
+            break
+    return shares
+
+
+CAPITALS_PER_WORD = 0.6
+"""Capitalised words for each other word that prose explains (German, the highest: about 0.5)."""
+LETTERS_PER_WORD = 0.15
+"""One-letter words for each other word of Latin prose (Portuguese, the highest: about 0.12)."""
+MOST_NAMES = 0.15
+"""At most this share of a text's words is forgiven as names in a foreign script."""
+
+
+@dataclass(frozen=True)
+class LanguageShares:
+    """``words``: countable words (an estimate where a script does not mark them). ``shares`` of them, summing to 1."""
+
+    words: float
+    shares: Mapping[str, float]
+
+    def dominant(self) -> str | None:
+        """The language of more than half of the words; ``None`` if there is none or no language we know."""
+        best = max(self.shares, key=lambda language: self.shares[language], default=OTHER)
+        return best if best != OTHER and self.shares[best] > 0.5 else None
+
+
+def language_shares(text: str, expected: str | None = None) -> LanguageShares:
+    """Share of each language in the words of ``text``; no words, no shares.
+
+    ``expected`` is the language to which words go that fit several equally (``DOUBT``).
+    """
+    groups: dict[str, list[Word]] = {}
+    letters = 0
+    for word in words_of(text):
+        if word.text in LETTER_WORDS:
+            letters += 1
+        else:
+            groups.setdefault(word.group, []).append(word)
+    sizes = _without_foreign_names(
+        {group: float(sum(map(_words_in, words))) for group, words in groups.items()}, groups
+    )
+    if "latin" in sizes:  # a letter is a word as far as the prose around it explains, else a variable
+        sizes["latin"] += min(letters, LETTERS_PER_WORD * sizes["latin"])
+    total = sum(sizes.values())
+    if total == 0:
+        return LanguageShares(0.0, {})
+    shares: Counter[str] = Counter()
+    for group, words in groups.items():
+        for language, share in _within_group(words, group, expected).items():
+            shares[language] += share * sizes[group] / total  # type: ignore[assignment]
+    return LanguageShares(total, dict(shares))
+
+
+def _within_group(words: Sequence[Word], group: str, expected: str | None) -> dict[str, float]:
+    languages = LANGUAGES_OF_GROUP.get(group, (OTHER,))
+    if len(languages) == 1:
+        return {languages[0]: 1.0}
+    counted = Counter(words)
+    distinct = list(counted)
+    counts = np.array([counted[word] * _words_in(word) for word in distinct], dtype=np.float64)
+    shares = mixture_shares(
+        word_likelihoods(distinct, group), counts, languages.index(expected) if expected in languages else None
+    )
+    return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
+
+
+def _words_in(word: Word) -> int:
+    """1, except for a run of an unspaced script: its characters over the characters per word, at least 1."""
+    if word.group == "cjk":
+        return max(1, round(len(word.text) / UNSPACED["ja" if has_kana(word.text) else "zh"]))
+    if word.group == "thai":
+        return max(1, round(len(word.text) / UNSPACED["th"]))
+    return 1
+
+
+def _without_foreign_names(sizes: Mapping[str, float], groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
+    """Take names in a foreign script out: "小明 and John" in Chinese prose says nothing about its language.
+
+    In a script that is not the text's main one, capitalised words are names unless there is lower-case prose around that
+    explains them; never more than ``MOST_NAMES`` of all words, or prose In Capitals Like This would cost nothing.
+    """
+    main = max(sizes, key=lambda group: sizes[group], default=OTHER)
+    remaining = dict(sizes)
+    forgivable = MOST_NAMES * sum(sizes.values())
+    for group in sorted(CASED & sizes.keys() - {main}):
+        capitals = sum(word.capitalised for word in groups[group])
+        names = max(0.0, capitals - CAPITALS_PER_WORD * (len(groups[group]) - capitals))
+        forgiven = min(names, forgivable)
+        forgivable -= forgiven
+        remaining[group] -= forgiven
+    return remaining

@@ -3,11 +3,10 @@ r"""Text → the words that say something about its language, each with its scri
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
 formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
 or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
-evidence is weighed (``evidence``, ``shares``), since no rule on one word can recognise them.
+evidence is weighed (``evidence``, ``reward``), since no rule on one word can recognise them.
 
-Two rules keep the neutral places from being used to hide prose: characters of other scripts than Latin and Greek count
-wherever they stand (code and formulas are written in Latin and Greek letters), and the contents of ``\text{…}`` count as
-prose. Every pattern is linear in the length of the text: model text is hostile.
+The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do the contents of
+``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
 
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
 in different groups differ in their characters alone; within a group ``evidence`` decides.

@@ -1,9 +1,8 @@
 r"""AccuracyReward: 1.0 for the right final answer, 0.0 for any other text, None where the gold cannot be scored.
 
-Idea: a reward that can only be earned by the answer. Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy
-rewards); equality by math-verify. How we differ from TRL's `accuracy_reward`: the answer is read from its marker (and
-from the model's *own* answer where a base model runs on), not searched for by math-verify; comparison happens in
-processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
+Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equality by math-verify. Unlike in TRL's `accuracy_reward` the answer
+is read from its marker (of the model's *own* answer where a base model runs on), and compared in processes that can be killed; a number
+hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 
 The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 """
@@ -111,7 +110,7 @@ class AccuracyReward:
 
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
-        fast_path: compare numbers, fractions, roots and multiples of pi without a worker process. Never changes a verdict.
+        fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
         timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
             killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
         memory_bytes: memory limit of a worker.

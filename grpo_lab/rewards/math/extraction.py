@@ -19,6 +19,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+from grpo_lab.rewards.completion import END_OF_THINK, THINK
 from grpo_lab.rewards.math.expression import (
     is_expression,
     joined,
@@ -161,19 +162,19 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
 
 def _after_thinking(completion: str) -> str | None:
     """What follows the (first) closed thinking; None while thinking is still open."""
-    _, closed, text = completion.partition("</think>")
+    _, closed, text = completion.partition(END_OF_THINK)
     if not closed:
-        opened = completion.find("<think>")
+        opened = completion.find(THINK)
         if opened == -1:
             return completion
         before = completion[:opened]
         return before if _markers(before) else None
-    again = text.find("<think>")  # a second round of thinking: run-on if an answer comes before it
+    again = text.find(THINK)  # a second round of thinking: run-on if an answer comes before it
     while again != -1 and not _markers(text[:again]):
-        _, closed, text = text[again:].partition("</think>")
+        _, closed, text = text[again:].partition(END_OF_THINK)
         if not closed:
             return None
-        again = text.find("<think>")
+        again = text.find(THINK)
     return text if again == -1 else text[:again]
 
 

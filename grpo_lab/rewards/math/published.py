@@ -1,17 +1,14 @@
 r"""Rewards as other projects pay them, to compare with: verl's for GSM8K, and the last box.
 
-``HashesReward``: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict". The pattern is
-`#### (-?[0-9.,]+)`, commas are taken out, and the rest must *equal* the gold as text. So `#### 18.0`, `#### 18.`, `#### $18`, `####18` and
-`#### Final Answer: 18` all earn 0 with a gold of 18, where `AccuracyReward` gives 1 to each; and a right answer in a box or a sentence
-earns 0, too. It measures the format as much as the mathematics: Qwen2.5-0.5B-Instruct scores 0.1% by it before training and 54.3% after
-(docs/reproduce.md).
+``HashesReward``: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict": `#### (-?[0-9.,]+)` without commas must
+*equal* the gold as text. So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
+box: it measures the format as much as the mathematics (docs/reproduce.md).
 
 ``BoxedReward``: `boxed_reward_fn` of sail-sg/understand-r1-zero (understand_r1_zero/math_grader.py); the reward of ServiceNow/TapeAgents
 (examples/rl_gsm8k/orchestrate_rl.py), which pays -1 where no answer can be read (`unreadable`). Unlike in `AccuracyReward(mode="strict")`
-no other marker counts, thinking tags are not looked at, and a completion that runs on into questions of its own is judged by the last box
-of all (the sources do not cut it). Unlike in the sources equality is math-verify's in a process that can be killed, not their normalisation
-by Hendrycks and sympy (of theirs TapeAgents' compares the first whole number in the box); and a completion cut at its length limit earns
-what its box earns (understand-r1-zero pays it 0, TapeAgents -1).
+no other marker counts, thinking tags are not looked at, and a completion that runs on is judged by its last box (the sources do not cut
+it). Unlike in the sources equality is math-verify's (TapeAgents compares the first whole number in the box), and a completion cut at its
+length limit earns what its box earns (understand-r1-zero pays it 0, TapeAgents -1).
 """
 
 from __future__ import annotations
@@ -63,10 +60,7 @@ class BoxedReward(AccuracyReward):
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
-        fast_path: as `AccuracyReward`, like the next three.
-        timeout_s: processor seconds for one comparison.
-        memory_bytes: of one worker.
-        workers: processes.
+        fast_path, timeout_s, memory_bytes, workers: as `AccuracyReward`'s.
     """
 
     def __init__(

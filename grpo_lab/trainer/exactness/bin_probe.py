@@ -55,7 +55,7 @@ _REASONS = (
 )
 
 
-class BinProbe:
+class _Question:
     """Asked once a run; the same answer on every rank."""
 
     def __init__(self, trainer: StepPort) -> None:
@@ -66,21 +66,35 @@ class BinProbe:
     def why_stock(self) -> str | None:
         """Why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
         if not self._asked:
-            self._asked = True
-            skipped = self._why_not_asked()
-            if skipped is None:
-                self._reason = self._answer()
-            else:
-                self._trainer.recorder.say(
-                    f"not asked: whether the model's log-probs are the same in bins as in TRL's batches ({skipped}); known "
-                    "kinds of models for which they are not are looked at by structure"
-                )
+            self._asked, self._reason = True, self._answer()
         return self._reason
 
+    def _answer(self) -> str | None:
+        raise NotImplementedError
+
+    def _weights_spread_by(self) -> str | None:
+        """FSDP or DEEPSPEED, under which a forward of ours would want all ranks' weights."""
+        found = self._trainer.accelerator.distributed_type
+        kind = str(getattr(found, "value", found))
+        return kind if kind in ("FSDP", "DEEPSPEED") else None
+
+
+class BinProbe(_Question):
+    """Whether a row has the same log-probs in a bin as in TRL's batch."""
+
+    def _answer(self) -> str | None:
+        skipped = self._why_not_asked()
+        if skipped is None:
+            return self._difference()
+        self._trainer.recorder.say(
+            f"not asked: whether the model's log-probs are the same in bins as in TRL's batches ({skipped}); known "
+            "kinds of models for which they are not are looked at by structure"
+        )
+        return None
+
     def _why_not_asked(self) -> str | None:
-        trainer = self._trainer
-        kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
-        if kind in ("FSDP", "DEEPSPEED"):
+        trainer, kind = self._trainer, self._weights_spread_by()
+        if kind is not None:
             return f"weights are spread over ranks ({kind})"
         if trl_bridge.is_compiled(trainer, trainer.model):
             return "the model is compiled, and would be once more"
@@ -89,7 +103,7 @@ class BinProbe:
             return f"it knows {limit} positions only"
         return None
 
-    def _answer(self) -> str | None:
+    def _difference(self) -> str | None:
         apart, bound = self._measured()
         flag = torch.tensor([[apart, bound]], device=self._trainer.accelerator.device)
         gathered = self._trainer.accelerator.gather(flag)
@@ -186,34 +200,22 @@ def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
     return found if found == found else float("inf")
 
 
-class MaskProbe:
-    """Asked once a run, where dropout is active; the same answer on every rank."""
-
-    def __init__(self, trainer: StepPort) -> None:
-        self._trainer = trainer
-        self._asked = False
-        self._reason: str | None = None
-
-    def why_stock(self) -> str | None:
-        """Why batches must stay as TRL cut them under dropout, or ``None``. A collective, the first time."""
-        if not self._asked:
-            self._asked, trainer = True, self._trainer
-            kind = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
-            if trl_bridge.is_compiled(trainer, trainer.model):
-                self._reason = (
-                    "dropout is active and the model is compiled, where it cannot be seen whether anything else draws random numbers; "
-                    "`disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
-                )
-            elif kind in ("FSDP", "DEEPSPEED"):
-                trainer.recorder.say(
-                    f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); known kinds "
-                    "of shared masks are looked at by structure, and other random numbers in the first step"
-                )
-            else:
-                self._reason = self._answer()
-        return self._reason
+class MaskProbe(_Question):
+    """Whether dropout is all that a forward draws, and every row has masks of its own."""
 
     def _answer(self) -> str | None:
+        trainer, kind = self._trainer, self._weights_spread_by()
+        if trl_bridge.is_compiled(trainer, trainer.model):
+            return (
+                "dropout is active and the model is compiled, where it cannot be seen whether anything else draws random "
+                "numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
+            )
+        if kind is not None:
+            trainer.recorder.say(
+                f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); known "
+                "kinds of shared masks are looked at by structure, and other random numbers in the first step"
+            )
+            return None
         few, many = self._sizes(FEW), self._sizes(MANY)
         if few is None or many is None:
             code = 1

@@ -23,7 +23,6 @@ from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.generation.server_check import release
 from grpo_lab.trainer.generation.server_return import ServerReturn
 from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
-#: steps without a proof from which on a run says so
-MANY_STEPS = 100
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 #: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
 GAP_FACTOR = 3.0
@@ -53,8 +50,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                self.server_return = ServerReturn(self, settings.server, str(args.output_dir), args.ddp_timeout)
-                server.connect(self, settings.server, str(args.output_dir))
+                self.server_return = ServerReturn(self, settings.server, args.ddp_timeout)
+                server.connect(self, settings.server)
                 return
             options = EngineOptions.from_mapping(settings.engine or {})
             dtype = next(self.model.parameters()).dtype
@@ -187,23 +184,11 @@ def anywhere(accelerator: Any, here: bool) -> bool:
 
 
 class ProofWatch(TrainerCallback):  # type: ignore[misc]
-    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
+    """Doubts the sync between two proofs, where the batches themselves show a gap."""
 
     def __init__(self, proof: SyncProof) -> None:
         self.proof = proof
         self._doubts = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        every = self.proof.settings.verify_every
-        if every == 0 or every > MANY_STEPS:
-            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
-            self.proof.trainer.recorder.say(
-                f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): in between, "
-                "completions of stale weights would be trained on; up to "
-                f"{MANY_STEPS} is usual, 50 the default",
-                key="proof off",
-                level=logging.WARNING,
-            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         trainer = self.proof.trainer
@@ -224,16 +209,8 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
             level=logging.WARNING,
         )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        generation = self.proof.trainer.vllm_generation
-        if generation.mode == "server" and self.proof.trainer.accelerator.is_main_process:
-            release(generation.vllm_client, str(args.output_dir))
-
 
 def _training_dtype(trainer: GRPOTrainer, model: Any) -> torch.dtype:
     if trainer.args.bf16:
         return torch.bfloat16
     return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
-
-
-__all__ = ["SyncProof", "engine_class"]

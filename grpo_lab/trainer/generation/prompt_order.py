@@ -9,15 +9,12 @@ The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries
     rows         the data set gets a column with each row's number, so that a reward is put down to its problem also where
                  prompts are drawn past the sampler (`update.dead_groups: resample`)
     success      right and scorable completions of each problem, counted over all ranks from the correctness reward
-    checkpoint   `grpo_lab_sampler.json` beside the optimizer's state, loaded before the first batch is drawn again
+    checkpoint   its state is an entry of the checkpoint's record, loaded before the first batch is drawn again
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +23,13 @@ from datasets import Dataset
 from torch import Tensor
 
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
-from grpo_lab.io import write_whole_text
 from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.resume.state import STATE, SavedState
 from grpo_lab.trainer.settings.sampler import SamplerSettings
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 ROW_COLUMN = "grpo_lab_row"
-STATE_FILE = "grpo_lab_sampler.json"
 
 
 def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
@@ -126,33 +122,30 @@ class PromptOrder:
             book.add_alike("sampler/seen_share", seen.sum(), self.sampler.num_samples)
             book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state into a checkpoint folder; called on every rank, which must agree."""
+    def state(self) -> dict[str, Any] | None:
+        """The sampler's, for a checkpoint; None without one. Called on every rank, which must agree."""
         if self.sampler is None:
-            return
+            return None
         prints = gather_object([self.sampler.fingerprint()])
         if len(set(prints)) > 1:
             raise RuntimeError(
                 f"the sampler differs between ranks (fingerprints {prints}): they would draw other prompts"
             )
-        if self._args.should_save:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_whole_text(Path(folder) / STATE_FILE, json.dumps(self.sampler.state_dict()))
+        return dict(self.sampler.state_dict())
 
-    def load(self, checkpoint: str | None) -> None:
+    def load(self, saved: SavedState | None) -> None:
         """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""
-        if self.sampler is None or checkpoint is None:
+        if self.sampler is None or saved is None:
             return
-        file = Path(checkpoint) / STATE_FILE
-        if not file.is_file():
+        if "sampler" not in saved.entries:
             raise ValueError(
-                f"`resume_from_checkpoint`: {checkpoint} holds no {STATE_FILE}: it was written without `sampler`; resume "
-                "with the settings of the run, or leave `sampler` out"
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its {STATE}); resume with "
+                "the settings of the run, or leave `sampler` out"
             )
         try:
-            self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+            self.sampler.load_state_dict(saved.entries["sampler"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`resume_from_checkpoint`: {file} does not fit this run: {error}") from error
+            raise ValueError(f"`resume_from_checkpoint`: {saved.checkpoint} does not fit this run: {error}") from error
 
 
 def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, read_as_vllms
 from grpo_lab.engines.weights.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server_check import check_same_model, claim
+from grpo_lab.trainer.generation.server_check import check_same_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, RequestRefused
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.rollout import ServerSettings
@@ -75,11 +75,10 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
 # -- the three things TRL's VLLMGeneration does ------------------------------------------------------------------------
 
 
-def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None:
-    """Wait for the server, see that it serves this model to nobody else, open the way for the weights.
+def connect(generation: Any, settings: ServerSettings) -> None:
+    """Wait for the server, see that it serves this model, open the way for the weights.
 
-    What ``VLLMGeneration._init_vllm`` does in server mode. ``folder``: what the run writes to, for the message to a second run.
-    Raises ``ValueError`` where the server serves another model, or another run.
+    What ``VLLMGeneration._init_vllm`` does in server mode. Raises ``ValueError`` where the server serves another model.
     """
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
@@ -87,7 +86,7 @@ def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None
         client = LabVLLMClient(
             settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
         )
-        client.meet = functools.partial(_meet, generation, client, folder)
+        client.meet = functools.partial(_meet, generation, client)
         client.meet()
         client.open_way(torch.device(generation.accelerator.device))
         client.decode = generation.processing_class.decode
@@ -101,11 +100,10 @@ def connect(generation: Any, settings: ServerSettings, folder: str = "") -> None
     generation.context = on_main(generation.accelerator, talk_to_vllm)
 
 
-def _meet(generation: Any, client: LabVLLMClient, folder: str) -> None:
-    """See that the server serves this model, and nobody else."""
+def _meet(generation: Any, client: LabVLLMClient) -> None:
+    """See that the server serves this model."""
     check_length(generation.max_completion_length, client)
     check_same_model(client, generation.model, generation.processing_class)
-    claim(client, folder)
 
 
 def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:
@@ -198,8 +196,7 @@ def prove(
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
     limit = tolerance(dtype)
     if readable:
-        found = differing(generation, client)
-        judge(gap, lambda: found, tolerance=limit)
+        judge(gap, differing(generation, client), tolerance=limit)
     elif gap.mean > limit:
         raise WeightSyncError(
             f"{describe(gap, limit, [])} (The server's tensors could not be read: it runs without our worker "
@@ -275,8 +272,3 @@ def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
         f"A checkpoint of step {step} was written to {folder}{partly}. {then}: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"
     )
-
-
-__all__ = [
-    "KeptFailure", "checkpoint_if_server_gone", "connect", "from_main", "generate", "on_main", "prove", "raise_together", "save_for_resume", "sync",
-]  # fmt: skip

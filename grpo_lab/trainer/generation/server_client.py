@@ -25,7 +25,6 @@ from grpo_lab.engines.vllm.talk import (
     ServerGone,
     bound_session,
     check_answer,
-    got,
     post_json,
     read_as_vllms,
     refusal,
@@ -92,8 +91,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.courier = WeightCourier(functools.partial(post_json, self.session, self.base_url))
         self.way = ""  # settled by open_way
         self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
-        self.claim_again: Callable[[], None] = lambda: None  # set by server_check.claim
-        self.meet: Callable[[], None] = lambda: None  # set by server.connect: is it this model, and nobody else's
+        self.meet: Callable[[], None] = lambda: None  # set by server.connect: is it this model
         self.faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -102,10 +100,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
         wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
-    def wait(self, limit: float, **of_start: Any) -> None:
+    def wait(self, limit: float) -> None:
         """Until the server answers that was lost (``wait_until_ready``)."""
-        of_start["setting"] = "rollout.server.return_timeout"
-        wait_until_ready(self.base_url, limit, token=self._find_token, **of_start)
+        wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
     def _find_token(self) -> str | None:
         """The server's token, for every request from here on; None for a server of somebody else's."""
@@ -117,10 +114,6 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def token(self) -> str | None:
         """What requests of this client carry."""
         return token_of(self.session)
-
-    def answers(self) -> bool:
-        """Whether the server answers ``/health``."""
-        return got(f"{self.base_url}/health", self._find_token())[0] == 200
 
     def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
         with server_errors(self.base_url, self.token):
@@ -229,9 +222,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                 pass
 
     def _see_that_it_is_the_same(self) -> None:
-        """Claim the server again. One that was started since the last sync may serve another model, and is compared as at the start."""
+        """A server that was started since the last sync may serve another model, and is compared as at the start."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
-            self.claim_again()
             return
         self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
         try:
@@ -291,6 +283,3 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=max_tokens, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
-
-
-__all__ = ["LabVLLMClient", "RequestRefused", "weight_way"]

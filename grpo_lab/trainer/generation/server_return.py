@@ -1,9 +1,9 @@
 """A server that is lost in the middle of a run, and comes back: nothing is taken from it before its weights are proven.
 
-``rollout.server.restart`` starts it again, ``return_timeout`` waits for whoever else does. Then, on every rank at the same place:
-connect as at the start (is it this model, does another run have it), send all weights, prove them with the prompts of the
-generation that failed, and ask for that generation again. What cannot be had in time ends the run as a lost server does
-without these settings: a checkpoint, then ``ServerGone``.
+Whoever runs the server (systemd, Slurm, Kubernetes) starts it again; ``rollout.server.return_timeout`` waits for it. Then, on every
+rank at the same place: connect as at the start (is it this model), send all weights, prove them with the prompts of the generation
+that failed, and ask for that generation again. What cannot be had in time ends the run as a lost server does without the setting: a
+checkpoint, then ``ServerGone``.
 
 What is asked again are the same prompts, of the same policy. The completions are other samples than they would have been: the
 random numbers of the new server begin with its ``--seed``.
@@ -15,13 +15,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.vllm.restart import Restart
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation import server
@@ -35,7 +33,6 @@ logger = logging.getLogger("grpo_lab")
 
 #: times that one generation may lose its server; a batch that the server dies of is not tried for ever
 LOSSES = 3
-LOG_NAME = "server-restart.log"
 
 
 class ServerReturn:
@@ -43,25 +40,23 @@ class ServerReturn:
 
     Args:
         generation: TRL's ``VLLMGeneration``.
-        folder: of the run; the command's output is kept there.
         patience: seconds that ranks wait for each other (``ddp_timeout``).
 
     Raises:
         ValueError: the other ranks would give up before the server is back.
     """
 
-    def __init__(self, generation: Any, settings: ServerSettings, folder: str, patience: float = math.inf) -> None:
-        if generation.accelerator.num_processes > 1 and settings.waits >= patience:
+    def __init__(self, generation: Any, settings: ServerSettings, patience: float = math.inf) -> None:
+        self.waits = settings.return_timeout or 0.0
+        if generation.accelerator.num_processes > 1 and self.waits >= patience:
             raise ValueError(
-                f"a lost server is waited for {settings.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait for each other "
+                f"a lost server is waited for {self.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait for each other "
                 f"{patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or lengthen the other"
             )
-        self.generation, self.settings, self.folder = generation, settings, folder
+        self.generation, self.settings = generation, settings
         self._since = 0  # returns since the last generation
         self._unproven = False
         self._trainer: GRPOTrainer | None = None
-        main = generation.accelerator.is_main_process
-        self._restart = Restart(settings.restart, Path(folder) / LOG_NAME) if settings.restart and main else None
 
     def of(self, trainer: GRPOTrainer) -> None:
         """The trainer, once it is built: it proves and records."""
@@ -72,7 +67,7 @@ class ServerReturn:
         try:
             server.sync(self.generation, stock)
         except ServerGone as lost:
-            self._bring_back(lost, stock)
+            self._reconnect(lost, stock)
 
     def generate(self, stock: Callable[[], Any], sync: Callable[[], None], prompts: list[list[int]]) -> Any:
         """``generate``: asked again of a server that came back, after its proof."""
@@ -82,68 +77,52 @@ class ServerReturn:
                 answer = server.generate(self.generation, stock)
                 break
             except ServerGone as lost:
-                if left == 0 and self.settings.waits:
+                if left == 0 and self.waits:
                     raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one generation") from lost
-                self._bring_back(lost, sync)
-        self._count()
+                self._reconnect(lost, sync)
+        if self.waits and self._trainer is not None:
+            returns = torch.tensor([float(self._since)])
+            self._trainer.recorder.book().add_alike("rollout/server_returns", returns, 1)
+        self._since = 0
         return answer
 
     def proof(self, prove: Callable[[], Proven], sync: Callable[[], None]) -> Proven:
-        """``prove()`` between two generations: a server that is lost in it is had back, and proven in its place."""
+        """``prove()`` between two generations: a server that is lost in it is reconnected, sent the weights, and proven again."""
         try:
             return prove()
         except ServerGone as lost:
-            self._bring_back(lost, sync)
+            self._reconnect(lost, sync)
         proven = prove()
         self._unproven = False
         return proven
 
-    def _bring_back(self, lost: ServerGone, sync: Callable[[], None]) -> None:
+    def _reconnect(self, lost: ServerGone, sync: Callable[[], None]) -> None:
         """Wait for the server, connect, send the weights. Every rank calls this with the same fault.
 
         Raises:
-            ServerGone: as ``lost``, with what stood against a return.
+            ServerGone: as ``lost``, with what prevented a return.
         """
-        if not self.settings.waits:
+        if not self.waits:
             raise lost
         start = time.monotonic()
-        self._say(f"the vLLM server is lost ({lost}); {self._what_now()}", logging.WARNING)
+        waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
+        self._say(f"the vLLM server is lost ({lost}); {waiting}", logging.WARNING)
         try:
             with self.generation.waiting():
-                self._have(sync)
-        except (OSError, RuntimeError, ValueError) as failure:  # ours, a log that cannot be written, NCCL's
+                server.on_main(self.generation.accelerator, self._wait)
+                server.connect(self.generation, self.settings)
+                server.sync(self.generation, sync)
+        except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
         self._since, self._unproven = self._since + 1, True
         waited = time.monotonic() - start
         self._say(f"the vLLM server is back after {waited:.0f} s and has this step's weights; their proof is next")
 
-    def _have(self, sync: Callable[[], None]) -> None:
-        """A server that answers is tried first; one that answers and does not work is started again, too."""
-        accelerator = self.generation.accelerator
-        started = server.on_main(accelerator, lambda: self._wait(start=False))
-        try:
-            self._connect(sync)
-        except ServerGone:
-            if started or not self.settings.restart:
-                raise
-            server.on_main(accelerator, lambda: self._wait(start=True))
-            self._connect(sync)
-
-    def _connect(self, sync: Callable[[], None]) -> None:
-        server.connect(self.generation, self.settings, self.folder)
-        server.sync(self.generation, sync)
-
-    def _wait(self, *, start: bool) -> bool:
-        """On the main process: until the server answers → whether it was started for that (always with ``start``)."""
-        client, limit = self.generation.vllm_client, self.settings.waits
+    def _wait(self) -> None:
+        """On the main process: until the server answers."""
+        client = self.generation.vllm_client
         client.close_communicator()
-        if self._restart is None:
-            client.wait(limit)
-            return False
-        if not start and client.answers():
-            return False
-        self._restart.until_ready(client.wait, limit)
-        return True
+        client.wait(self.waits)
 
     def _prove(self, prompts: list[list[int]]) -> None:
         """The proof of a server that came back, however seldom the run proves otherwise."""
@@ -155,21 +134,6 @@ class ServerReturn:
             raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
         self._unproven = False
 
-    def _count(self) -> None:
-        if self.settings.waits and self._trainer is not None:
-            book = self._trainer.recorder.book()
-            book.add_alike("rollout/server_returns", torch.tensor([float(self._since)]), 1)
-        self._since = 0
-
-    def _what_now(self) -> str:
-        limit = f"{self.settings.waits:.0f} s"
-        if self.settings.restart is None:
-            return f"waiting {limit} for it (`rollout.server.return_timeout`)"
-        return f"starting it again, within {limit}: {self.settings.restart} (output: {Path(self.folder) / LOG_NAME})"
-
     def _say(self, message: str, level: int = logging.INFO) -> None:
         if self.generation.accelerator.is_main_process:
             logger.log(level, message)
-
-
-__all__ = ["ServerReturn"]

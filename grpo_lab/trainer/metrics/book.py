@@ -14,7 +14,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,17 +232,24 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())
 
 
-class Bounds(Protocol):
-    """The correction in force (``ports.SamplerCorrection``)."""
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """TRL's ``vllm_importance_sampling_*``: how completions of an engine that differs from the trainer are weighed."""
 
-    @property
-    def mode(self) -> str: ...
+    mode: str
+    low: float | None
+    high: float | None
 
-    @property
-    def low(self) -> float | None: ...
-
-    @property
-    def high(self) -> float | None: ...
+    @staticmethod
+    def of(trainer: Any) -> SamplerCorrection | None:
+        """The correction in force, or None without an engine (or with the correction off)."""
+        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
+            return None
+        return SamplerCorrection(
+            trainer.vllm_importance_sampling_mode,
+            trainer.vllm_importance_sampling_clip_min,
+            trainer.vllm_importance_sampling_clip_max,
+        )
 
 
 def length_quartiles(lengths: Tensor) -> Tensor:
@@ -282,7 +289,7 @@ def by_length(weights: Tensor, mask: Tensor, quartiles: Tensor, kept: Tensor) ->
     return pairs
 
 
-def add_by_length(book: MetricBook, how: Bounds, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
+def add_by_length(book: MetricBook, how: SamplerCorrection, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
     """``by_length`` of some rows into the book, this rank's share."""
     kept = kept_by_bounds(weights, how.mode, how.low, how.high)
     for name, (total, count) in by_length(weights, mask, quartiles, kept).items():

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from grpo_lab.diagnostics import Facts, Verdict, diagnose
+from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
 SECONDS_IN_A_FILE = 30.0
 """Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
@@ -76,7 +76,7 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, every: int = EVERY) -> None:
         self.every = every
-        self.said: Verdict | None = None
+        self.said: Diagnosis | None = None
         self._since = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:

@@ -6,7 +6,6 @@ The places are those of the thread that trains. An error of torch's that means "
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ _MACHINERY = (
 _places: list[str] = []
 _changed = time.monotonic()
 #: makes the message of a ``RankLost``; ``watch.RankWatch`` puts one here that knows the other ranks
-_told: list[Callable[[str, str], str]] = []
+_describe: list[Callable[[str, str], str]] = []
 
 
 class RankLost(RuntimeError):
@@ -99,15 +98,8 @@ def line_of(thread: int) -> tuple[str, bool]:
     return "an unknown line", waits
 
 
-def this_thread() -> int:
-    return threading.get_ident()
-
-
 def _message(kind: str, said: str) -> str:
-    if _told:
-        return _told[-1](kind, said)
+    if _describe:
+        return _describe[-1](kind, said)
     what = "waited in vain for another rank" if kind == "late" else "lost the connection to another rank"
     return f"this rank {what} at «{place()}» (time limit: `ddp_timeout`). torch says: {said}"
-
-
-__all__ = ["RankLost", "at", "how_it_broke", "is_of_lost_rank", "line_of", "place", "seconds_here", "this_thread"]

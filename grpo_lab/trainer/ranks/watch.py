@@ -4,14 +4,10 @@ half of `ddp_timeout` at one place     a warning on each rank that has been ther
 nine tenths                            again (with NCCL the process is then ended by NCCL's own watchdog)
 the end                                ``RankLost`` where torch raises: gloo, and NCCL with ``TORCH_NCCL_BLOCKING_WAIT=1``
 
-Where every rank is, for the others to read: one short text a rank in the store through which the ranks found each other.
+Where a rank is, it writes every few seconds into the store through which the ranks found each other, by a client of its own (that of
+torch's process group may be held by whoever waits in it). It is read when something is wrong; a step sends nothing.
 
-A client of its own: the one of torch's process group may be held by whoever waits in it. Written by a thread every few seconds, read
-when something is wrong; a step sends nothing.
-
-``ddp_timeout`` on CPU ranks, too: transformers 5.17 hands it to torch where there is an accelerator and nowhere else.
-
-TRL's trainer with a name for each part of a step, so that a rank which waits in vain can say where, and for whom.
+``ddp_timeout`` holds on CPU ranks, too: transformers 5.17 hands it to torch where there is an accelerator and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,67 +29,11 @@ from grpo_lab.finite import NumbersError, not_finite_scores
 from grpo_lab.trainer.ranks import places
 from grpo_lab.trainer.ranks.places import at
 
-#: to connect, and for an answer: the machine of the store may be what was lost
-ANSWERS_WITHIN = 5.0
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a rank says of itself. ``seconds``: since when it is there; ``told``: when it said so (its clock, seconds since 1970)."""
-
-    place: str
-    line: str
-    waits: bool
-    step: int
-    seconds: float
-    pid: int
-    host: str
-    told: float
-
-    @staticmethod
-    def of(place: str, line: str, waits: bool, step: int, seconds: float) -> Entry:
-        return Entry(place, line, waits, step, seconds, os.getpid(), socket.gethostname(), time.time())
-
-    def __str__(self) -> str:
-        return (
-            f"«{self.place}», step {self.step}, for {self.seconds:.0f} s: {self.line} (pid {self.pid} on {self.host})"
-        )
-
-
-class Ledger:
-    """The ranks' entries.
-
-    Raises:
-        OSError: the launcher named no store. RuntimeError: it does not answer.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not host or not port:
-            raise OSError("the launcher set no MASTER_ADDR and MASTER_PORT")
-        self._store = distributed.TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWERS_WITHIN)
-        )
-        self._of_this_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def write(self, entry: Entry) -> None:
-        self._store.set(self._key(self.rank), json.dumps(asdict(entry)))
-
-    def others(self) -> dict[int, Entry | None]:
-        """By rank; None for one that has said nothing."""
-        return {rank: self._read(rank) for rank in range(self.ranks) if rank != self.rank}
-
-    def _read(self, rank: int) -> Entry | None:
-        key = self._key(rank)
-        return Entry(**json.loads(self._store.get(key))) if self._store.check([key]) else None
-
-    def _key(self, rank: int) -> str:
-        return f"grpo_lab/place/{self._of_this_start}/{rank}"
-
-
 logger = logging.getLogger("grpo_lab")
 
+#: seconds to connect, and for an answer: the machine of the store may be what was lost
+ANSWERS_WITHIN = 5.0
+#: shares of the limit at which a rank that is still at the same place warns
 NOTICES = (0.5, 0.9)
 #: beats without a word after which a rank counts as gone or stopped
 SILENT = 4
@@ -113,18 +52,18 @@ class RankWatch:
         self.limit = float(trainer.args.ddp_timeout)
         self.beat = min(10.0, max(0.5, self.limit / 8))
         self._end = threading.Event()
-        self._ledger: Ledger | None = None
-        self._why_no_ledger = ""
+        self._store: Any = None
+        self._why_no_store = ""
 
     def __enter__(self) -> RankWatch:
         if self.ranks == 1:
             return self
-        self._thread_that_trains = places.this_thread()
+        self._thread_that_trains = threading.get_ident()
         try:
-            self._ledger = Ledger(self.rank, self.ranks)
+            self._store = launchers_store()
         except (OSError, RuntimeError, ValueError) as failure:
-            self._why_no_ledger = str(failure)
-        places._told.append(self.told)
+            self._why_no_store = str(failure)
+        places._describe.append(self.describe)
         self._thread = threading.Thread(target=self._watch, name="grpo_lab rank watch", daemon=True)
         self._thread.start()
         return self
@@ -134,81 +73,95 @@ class RankWatch:
             return
         self._end.set()
         self._thread.join(timeout=2 * self.beat)
-        places._told.remove(self.told)
+        places._describe.remove(self.describe)
 
-    def told(self, kind: str, said: str) -> str:
+    def describe(self, kind: str, said: str) -> str:
         """The message of an error that ended a collective of this rank."""
-        here = f"rank {self.rank} of {self.ranks}"
-        where = f"at «{places.place()}», step {self._step()}"
+        here, where = f"rank {self.rank} of {self.ranks}", f"at «{places.place()}», step {self._step()}"
         if kind == "late":
             what = f"{here} waited {self.limit:.0f} s {where}, and not all ranks came (`ddp_timeout`)"
             then = (
-                "Look at what that rank does there (`py-spy dump --pid …`); where it is only slow, raise `ddp_timeout`"
+                "Look at what the missing rank does (`py-spy dump --pid …`); where it is only slow, raise `ddp_timeout`"
             )
         else:
             what = f"{here} lost the connection to another rank {where}"
             then = "A rank that ended has its own error in its log, and it comes first"
         self._write()
-        return f"{what}. {self.others(lost=kind != 'late')}. {then}. The run goes on from its last checkpoint with --resume. torch says: {said}"
+        return f"{what}. {self.others()}. {then}. The run goes on from its last checkpoint with --resume. torch says: {said}"
 
-    def others(self, lost: bool = False) -> str:
-        """Where the other ranks are, those that are missing first. ``lost``: one of them has ended, and its last word may be older."""
+    def others(self) -> str:
+        """Where the other ranks are: those that do not wait first, since one of them is missing."""
         try:
-            if self._ledger is None:
-                raise OSError(self._why_no_ledger)
-            found = self._ledger.others()
+            if self._store is None:
+                raise OSError(self._why_no_store)
+            found = [(rank, self._read(rank)) for rank in range(self.ranks) if rank != self.rank]
         except (OSError, RuntimeError, ValueError) as failure:
             return f"Where the other ranks are is not known ({failure})"
-        missing, apart, waiting = [], [], []
-        for rank, entry in found.items():
+        silent = "has said nothing: it has not begun to train, or not as grpo_lab.LabTrainer"
+        said = []
+        for rank, entry in sorted(found, key=lambda one: one[1] is not None and one[1]["waits"]):
             if entry is None:
-                missing.append(
-                    f"Rank {rank} has said nothing: it has not begun to train, or not as grpo_lab.LabTrainer"
-                )
-            elif (quiet := time.time() - entry.told) > SILENT * self.beat:
-                missing.append(f"Rank {rank} was last heard of {quiet:.0f} s ago (ended, or stopped), then at {entry}")
-            elif lost and not (entry.waits and entry.place == places.place() and entry.step == self._step()):
-                missing.append(f"Rank {rank} was last heard of {quiet:.0f} s ago, then at {entry}")
-            elif not entry.waits:
-                missing.append(f"Rank {rank} is at {entry}")
-            elif entry.place != places.place() or entry.step != self._step():
-                apart.append(f"Rank {rank} waits elsewhere, at {entry}")
-            else:
-                waiting.append(str(rank))
-        return ". ".join([*missing, *apart, *([f"At the same place: rank {', '.join(waiting)}"] if waiting else [])])
+                said.append(f"Rank {rank} {silent}")
+                continue
+            quiet = time.time() - entry["written"]
+            verb = "waits" if entry["waits"] else "is"
+            verb = (
+                f"was last heard of {quiet:.0f} s ago (ended, or stopped), then" if quiet > SILENT * self.beat else verb
+            )
+            said.append(f"Rank {rank} {verb} {entry['where']}")
+        return ". ".join(said)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        noticed: tuple[float, float] = (0.0, 0.0)  # since when at this place, the last notice
+        entered, warned = 0.0, 0.0  # since when at this place, the share of the limit at the last warning
         while not self._end.wait(self.beat):
             self._write()
             here = places.seconds_here()
-            since = time.monotonic() - here
-            if since > noticed[0] + 0.1:
-                noticed = (since, 0.0)
+            if time.monotonic() - here > entered + 0.1:
+                entered, warned = time.monotonic() - here, 0.0
             due = max((share for share in NOTICES if here >= share * self.limit), default=0.0)
-            if due > noticed[1]:
-                noticed = (noticed[0], due)
+            if due > warned:
+                warned = due
                 logger.warning(
-                    "rank %d of %d is at %s. %s. Ranks wait %.0f s for each other (`ddp_timeout`)",
-                    *(self.rank, self.ranks, self._entry(), self.others(), self.limit),
+                    "rank %d of %d is %s. %s. Ranks wait %.0f s for each other (`ddp_timeout`)",
+                    *(self.rank, self.ranks, self._entry()["where"], self.others(), self.limit),
                 )
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> dict[str, Any]:
         line, waits = places.line_of(self._thread_that_trains)
-        return Entry.of(places.place(), line, waits, self._step(), places.seconds_here())
+        where = f"at «{places.place()}», step {self._step()}, for {places.seconds_here():.0f} s: {line}"
+        where += f" (pid {os.getpid()} on {socket.gethostname()})"
+        return {"where": where, "waits": waits, "written": time.time()}
 
     def _write(self) -> None:
-        if self._ledger is None:
+        if self._store is None:
             return
         try:
-            self._ledger.write(self._entry())
+            self._store.set(key_of(self.rank), json.dumps(self._entry()))
         except (OSError, RuntimeError) as failure:  # the store's machine is gone: the others' entries, too
-            self._ledger, self._why_no_ledger = None, str(failure)
+            self._store, self._why_no_store = None, str(failure)
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        key = key_of(rank)
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _step(self) -> int:
         return int(self._trainer.state.global_step) + 1
+
+
+def launchers_store() -> Any:
+    """A client of the store through which the ranks found each other. OSError where the launcher named none."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise OSError("the launcher set no MASTER_ADDR and MASTER_PORT")
+    limit = timedelta(seconds=ANSWERS_WITHIN)
+    return distributed.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def key_of(rank: int) -> str:
+    """Where a rank of this start (of torchrun, which may start them again) writes."""
+    return f"grpo_lab/place/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
 def hold_time_limit(args: Any) -> None:
@@ -225,7 +178,7 @@ def hold_time_limit(args: Any) -> None:
         distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
 
 
-class Placed(GRPOTrainer):
+class RankAwareTrainer(GRPOTrainer):
     """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

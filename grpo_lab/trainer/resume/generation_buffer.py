@@ -5,15 +5,13 @@ takes ``gradient_accumulation_steps``) a checkpoint can fall inside of it. TRL 1
 be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run starts at ``_step`` = 0, generates
 the prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is shifted.
 
-Here a checkpoint folder gets two kinds of files, nothing pickled:
-
-    grpo_lab_generation.json               ``_step``, the settings that fix the phase, metrics and loss since the last log
-    grpo_lab_generation_<rank>.safetensors  inside a batch: this rank's micro-batches (``tensor_tree``)
+Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss since the last log.
+Inside a batch each rank writes its micro-batches beside it (``grpo_lab_generation_<rank>.safetensors``).
 
 What a resume does with them:
 
     files fit the run            goes on where the checkpoint was written: same weights, losses and metrics
-    no such files                (stock TRL, an earlier version) one warning if it is inside a batch; then as TRL does
+    no such entry                (stock TRL, an earlier version) one warning if it is inside a batch; then as TRL does
     the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
     files damaged or missing     ``ValueError`` on every rank: nothing else is left of that batch
 
@@ -39,8 +37,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from grpo_lab.io import write_whole, write_whole_text
-from grpo_lab.trainer.carried import EARLIER
+from grpo_lab.io import write_whole
+from grpo_lab.trainer.carried import EARLIER, Carried
+from grpo_lab.trainer.resume.state import STATE, SavedState
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -107,11 +106,6 @@ def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.devic
     return walk(description)
 
 
-MANIFEST = "grpo_lab_generation.json"
-#: 2: fields that are not TRL's begin with ``grpo_lab.``; 1 is read, too
-FORMAT = 2
-
-
 def rows_file(rank: int) -> str:
     return f"grpo_lab_generation_{rank}.safetensors"
 
@@ -122,7 +116,7 @@ class Found:
 
     verdict: str
     text: str = ""
-    manifest: dict[str, Any] | None = None
+    entry: dict[str, Any] | None = None
     rows: list[dict[str, Any]] | None = None
 
 
@@ -180,11 +174,11 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write this rank's part into a checkpoint folder; called on every rank. What cannot be written is warned of."""
+    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """This rank's rows into a checkpoint folder, and the record's entry; called on every rank. What cannot be written is warned of."""
         trainer, place = self.trainer, Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
-            return
+            return None
         place.mkdir(parents=True, exist_ok=True)
         problem = self._save_rows(place)
         told = gather_object([(problem, float(trainer._tr_loss))])
@@ -196,17 +190,14 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 key=f"generation buffer: {problem}",
                 level=logging.WARNING,
             )
-        if trainer.args.should_save:
-            manifest = {
-                "format": FORMAT,
-                "settings": self._settings(),
-                "step": self._done,
-                "left_out": problem,
-                "random_forward": trainer.exact_update.verdict.saw_randomness,
-                "window": self._window([loss for _, loss in told]),
-                "completions": self._completions(),
-            }
-            write_whole_text(place / MANIFEST, json.dumps(manifest))
+        return {
+            "settings": self._settings(),
+            "step": self._done,
+            "left_out": problem,
+            "random_forward": trainer.exact_update.verdict.saw_randomness,
+            "window": self._window([loss for _, loss in told]),
+            "completions": self._completions(),
+        }
 
     def _save_rows(self, place: Path) -> str | None:
         """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
@@ -265,44 +256,43 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint: str | None) -> None:
+    def load(self, saved: SavedState | None) -> None:
         """Go on where the checkpoint was written, or say why not; called on every rank, which all do the same.
 
         Raises:
-            ValueError: a file is damaged, or that of a rank is missing.
+            ValueError: the entry is damaged, or the rows of a rank are damaged or missing.
         """
-        if checkpoint is None:
+        if saved is None:
             return
         self._begin(resumed=True)
-        found = self._found(Path(checkpoint))
+        found = self._found(saved)
         verdicts = gather_object([(found.verdict, found.text)])
         worst = max(verdicts, key=lambda pair: ("fits", "absent", "changed", "broken").index(pair[0]))
         if worst[0] == "broken":
             raise ValueError(
-                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or delete {MANIFEST} in it to resume as "
-                "TRL does, which generates that batch again"
+                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or take the entry `generation` out of its {STATE} to "
+                "resume as TRL does, which generates that batch again"
             )
         if worst[0] == "fits":
-            assert found.manifest is not None
-            self._take(found.manifest, found.rows, checkpoint)
+            assert found.entry is not None
+            self._take(found.entry, found.rows, saved.checkpoint)
         elif worst[1]:
             self.trainer.recorder.say(f"`resume_from_checkpoint`: {worst[1]}", level=logging.WARNING)
 
-    def _found(self, checkpoint: Path) -> Found:
-        file = checkpoint / MANIFEST
-        if not file.is_file():
-            return Found("absent", self._shift(checkpoint, f"holds no {MANIFEST} (stock TRL, or an earlier version)"))
+    def _found(self, saved: SavedState) -> Found:
+        checkpoint, entry = saved.checkpoint, saved.entries.get("generation")
+        if entry is None:
+            return Found(
+                "absent", self._shift(checkpoint, f"does not hold it (no {STATE}: stock TRL, or an early version)")
+            )
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-            if manifest["format"] not in (1, FORMAT):
-                raise ValueError(f"format {manifest['format']}, and this version reads 1 and {FORMAT}")
-            then, now = manifest["settings"], self._settings()
+            then, now = entry["settings"], self._settings()
             changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
             if changed:
-                inside = int(manifest["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
+                inside = int(entry["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
                 return Found("changed", self._shift(checkpoint, f"is of another run ({', '.join(changed)})", inside))
-            inside = int(manifest["step"]) % self._every != 0 and manifest["left_out"] is None
-            return Found("fits", "", manifest, self._load_rows(checkpoint) if inside else None)
+            inside = int(entry["step"]) % self._every != 0 and entry["left_out"] is None
+            return Found("fits", "", entry, self._load_rows(checkpoint) if inside else None)
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
             return Found("broken", f"{checkpoint} cannot be resumed inside its generation batch: {error!r}")
 
@@ -329,23 +319,27 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             f"checkpoint at a multiple of {whole} optimizer steps has no such loss"
         )
 
-    def _take(self, manifest: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: str) -> None:
+    def _take(self, entry: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: Path) -> None:
         trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
-        window = manifest["window"]
-        trainer._step, trainer._buffered_inputs = manifest["step"], rows
-        if manifest["left_out"] is not None:
+        window = entry["window"]
+        trainer._step, trainer._buffered_inputs = entry["step"], rows
+        written_by = trainer.phase.version(trainer.state.global_step)
+        for carried in map(Carried, rows or []):
+            if carried.policy_version is None:  # a checkpoint of an earlier version
+                carried.policy_version = torch.full((len(carried.fields["prompt_ids"]),), written_by)
+        if entry["left_out"] is not None:
             trainer.recorder.say(
-                f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({manifest['left_out']}): "
+                f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({entry['left_out']}): "
                 "the batch is generated again, and the rest of its micro-batches are trained on that",
                 level=logging.WARNING,
             )
-        trainer.exact_update.verdict.saw_randomness |= manifest["random_forward"]
+        trainer.exact_update.verdict.saw_randomness |= entry["random_forward"]
         if window is not None:
             self._loss = (window["losses"][trainer.accelerator.process_index], window["last_logged"])
             trainer._metrics["train"].clear()
             trainer._metrics["train"].update(window["metrics"])
             trainer.recorder.book("train").take_up(window["pairs"], trainer.accelerator.device)
-        for name, values in (manifest["completions"] or {}).items():
+        for name, values in (entry["completions"] or {}).items():
             columns: dict[str | None, list[Any]] = values if isinstance(values, dict) else {None: values}
             for column, entries in columns.items():
                 shown = trainer._logs[name] if column is None else trainer._logs[name][column]

@@ -20,12 +20,12 @@ from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from trl.trainer.utils import RepeatSampler
 
-from grpo_lab.trainer.ranks.watch import Placed
+from grpo_lab.trainer.ranks.watch import RankAwareTrainer
 from grpo_lab.trainer.resume.which import chosen, load_other_names, refuse_lacking
 from grpo_lab.trainer.trl_bridge import is_critics
 
 
-class GoingOn(Placed):
+class ResumableTrainer(RankAwareTrainer):
     """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
 
     _at_its_end: str | None = None
@@ -117,4 +117,4 @@ def logged_loss(history: list[dict[str, Any]]) -> float:
     return total
 
 
-__all__ = ["GoingOn", "logged_loss", "mismatch", "pass_epochs"]
+__all__ = ["ResumableTrainer", "logged_loss", "mismatch", "pass_epochs"]

@@ -1,15 +1,15 @@
 """A reference that has moved, in the checkpoint: TRL saves only the policy, and a resumed run would be pulled to the start model again.
 
-grpo_lab_reference/reference.json           whether it has moved, how many pieces
-grpo_lab_reference/00000.safetensors, …     its weights, of any number of ranks: sharded ones are put together, piece by piece
+``grpo_lab_reference/00000.safetensors``, … hold its weights, of any number of ranks: sharded ones are put together, piece by piece.
+The record (``state.py``) says whether it has moved, and how many pieces there are.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,37 +17,36 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_lab.io import write_whole, write_whole_text
+from grpo_lab.io import write_whole
+from grpo_lab.trainer.resume.state import SavedState
 
-FOLDER, MANIFEST = "grpo_lab_reference", "reference.json"
-FORMAT = 1
+FOLDER = "grpo_lab_reference"
 #: bytes after which a new file is begun; what the writing rank holds in memory beside the model
 PIECE = 2 << 30
 
 
-def save_reference(checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool) -> None:
+def save_reference(
+    checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
+) -> dict[str, Any]:
     """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of them.
 
     Args:
-        tensors: by name; ``None``: it has not moved, which is written down, too.
+        tensors: by name; ``None``: it has not moved, which is an answer, too.
         writes: whether this rank writes.
+
+    Returns:
+        The record's entry.
     """
     place, pieces = Path(checkpoint) / FOLDER, 0
-    if writes:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / MANIFEST).unlink(missing_ok=True)
     for piece in _pieces(tensors or {}, writes):
         if writes:
+            place.mkdir(parents=True, exist_ok=True)
             write_whole(place / _file(pieces), lambda partial, piece=piece: save_file(piece, partial))  # type: ignore[misc]
         pieces += 1
-    if writes:
-        written = {"format": FORMAT, "moved": tensors is not None, "pieces": pieces}
-        write_whole_text(place / MANIFEST, json.dumps(written))
+    return {"moved": tensors is not None, "pieces": pieces}
 
 
-def load_reference(
-    checkpoint: str | os.PathLike[str], tensors: Callable[[], Mapping[str, Tensor] | None]
-) -> bool | None:
+def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor] | None]) -> bool | None:
     """Put the saved weights into this run's reference, whole or sharded, to the bit.
 
     Args:
@@ -59,22 +58,17 @@ def load_reference(
     Raises:
         ValueError: a file is damaged or missing, or of another model.
     """
-    place = Path(checkpoint) / FOLDER
-    if not (place / MANIFEST).is_file():
-        return None
-    try:
-        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']}, and this version reads {FORMAT}")
-        into = tensors() if manifest["moved"] else None
-        if into is not None:
-            _load([place / _file(piece) for piece in range(manifest["pieces"])], into)
-        return bool(manifest["moved"])
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-        raise ValueError(
-            f"`resume_from_checkpoint`: the reference in {place} cannot be loaded ({error}); take another checkpoint, or delete "
-            f"{FOLDER} in it to go on with the start model as reference"
-        ) from error
+
+    def read(entry: Any) -> bool:
+        into = tensors() if entry["moved"] else None
+        try:
+            if into is not None:
+                _load([saved.checkpoint / FOLDER / _file(piece) for piece in range(entry["pieces"])], into)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"the reference in {saved.checkpoint / FOLDER} cannot be loaded: {error}") from error
+        return bool(entry["moved"])
+
+    return saved.entry("reference", read, "the reference is then the start model")
 
 
 def _file(piece: int) -> str:
@@ -120,6 +114,3 @@ def _put(name: str, saved: Tensor, into: Tensor) -> None:
         into.to_local().copy_(mine.to_local())
     else:
         into.copy_(saved)
-
-
-__all__ = ["FOLDER", "MANIFEST", "load_reference", "save_reference"]

@@ -41,27 +41,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_lab.trainer.ranks.places import at
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
-import json
-from typing import TYPE_CHECKING
-
-from accelerate.utils import gather_object
-
-from grpo_lab.io import write_whole_text
 from grpo_lab.signals import Handlers, handle, put_back
+from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-
-FILE = "grpo_lab_evaluation_due.json"
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
@@ -97,18 +87,16 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         """Whatever is due at this step comes after the resume."""
         self.left_out, control.should_evaluate = self.left_out or bool(control.should_evaluate), False
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """That one is due, into a checkpoint folder; nothing where none is."""
+    def state(self) -> dict[str, int] | None:
+        """That one is due, for a checkpoint; None where none is."""
         trainer = self._trainer()
-        if trainer is None or not trainer.args.should_save:
-            return
-        if self.left_out or self._epochs_is_ahead(trainer.args, trainer.state):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_whole_text(Path(folder) / FILE, json.dumps({"format": 1, "step": trainer.state.global_step}))
+        if trainer is None or not (self.left_out or self._epochs_is_ahead(trainer.args, trainer.state)):
+            return None
+        return {"step": trainer.state.global_step}
 
-    def load(self, checkpoint: str | None) -> None:
-        """Whether ``save`` wrote it; the same on every rank, which all come here."""
-        here = checkpoint is not None and (Path(checkpoint) / FILE).is_file()
+    def load(self, saved: SavedState | None) -> None:
+        """Whether ``state`` said so; the same on every rank, which all come here."""
+        here = saved is not None and "evaluation_due" in saved.entries
         self.left_out, self._loaded = False, any(gather_object([here]))
 
     def make_up(self) -> None:
@@ -269,8 +257,9 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     def _leave_out_the_epochs(self, args: Any, state: Any) -> None:
         """Also beside a checkpoint of this step that is there already."""
-        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step:
-            self._due.save(f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if self._due.leave_out_the_epochs(args, state) and self._saved == state.global_step and args.should_save:
+            place = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            write_state(place, {**read_state(place).entries, "evaluation_due": self._due.state()})
 
     def _kept(self, args: Any, state: Any) -> None:
         folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

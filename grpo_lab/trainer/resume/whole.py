@@ -19,17 +19,13 @@ from typing import Any
 
 from grpo_lab.finite import not_finite
 from grpo_lab.io import own_cores
+from grpo_lab.trainer.resume.state import read_state
 
 SAVING = "_saving"
 """Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
 
 MARK = "grpo_lab_checkpoint.json"
 """Written last: the step, and every file with its bytes and its checksum."""
-
-OPEN_BATCH = "grpo_lab_generation.json"
-
-DELETABLE = (OPEN_BATCH, "grpo_lab_guard.json", "grpo_lab_kl.json", "grpo_lab_evaluation_due.json")
-"""May be deleted by hand (``docs/resume.md``, what is said of a damaged one), so the mark does not ask for them."""
 
 PIECE = 64 * 2**20
 """Bytes of a file that one thread reads for its checksum."""
@@ -83,6 +79,10 @@ def what_is_broken(checkpoint: Path) -> str | None:
         return f"trainer_state.json is damaged: {error}"
     if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
         return "trainer_state.json is of another step"
+    try:
+        read_state(checkpoint)
+    except ValueError as error:
+        return str(error)
     return broken_weights(checkpoint) or broken_pickles(checkpoint) or _against_mark(checkpoint)
 
 
@@ -143,7 +143,7 @@ def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True
 
     For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MARK, *DELETABLE))
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
     names = [path.relative_to(folder).as_posix() for path in files]
     sizes = {name: path.stat().st_size for name, path in zip(names, files, strict=True)}
     found = {"step": step, "finite": finite, "files": sizes}
@@ -194,13 +194,20 @@ def damaged(checkpoint: Path) -> str | None:
     if listed is None:
         return not_finite(checkpoint)
     wanted: dict[str, str] = listed.get("sha256") or {}
-    batch = (checkpoint / OPEN_BATCH).is_file()  # deleted by hand: its rows are not read
+    batch = _holds_a_batch(checkpoint)  # else the entry was taken out by hand, and its rows are not read
     here = [n for n in wanted if (checkpoint / n).is_file() and (batch or not n.startswith("grpo_lab_generation_"))]
     found = checksums_of(checkpoint, here)
     other = next((name for name in here if found[name] != wanted[name]), None)
     if other is not None:
         return f"{other} is damaged: its content is not what was written (another checksum)"
     return None if "finite" in listed else not_finite(checkpoint)
+
+
+def _holds_a_batch(checkpoint: Path) -> bool:
+    try:
+        return "generation" in read_state(checkpoint).entries
+    except ValueError:
+        return True
 
 
 def _mark(checkpoint: Path) -> dict[str, Any] | str | None:
@@ -233,18 +240,3 @@ def _against_mark(checkpoint: Path) -> str | None:
         if file.suffix in (".safetensors", ".pt", ".pth", ".bin", ".distcp") and file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes of {size}"
     return None
-
-
-__all__ = [
-    "MARK",
-    "SAVING",
-    "broken_pickles",
-    "broken_weights",
-    "checksums_of",
-    "damaged",
-    "lacking",
-    "mark_of",
-    "newest_whole",
-    "step_of",
-    "what_is_broken",
-]

@@ -20,11 +20,13 @@ from grpo_lab.advantages import advantage_rule
 from grpo_lab.advantages.groups import sample_std
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
+from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.ports import Fault
+from grpo_lab.trainer.scoring.carriers import Advantages, Penalised, Scored, local_rows, loss_tokens
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import Faults, StepPort
+    from grpo_lab.trainer.ports import StepPort
 
 EPSILON = 1e-4
 
@@ -37,10 +39,10 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
     return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), lengths))
 
 
-def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
+def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = False) -> Advantages:
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
 
-    With ``faults`` others than finite ones become 0 and the batch is marked as bad.
+    With a guard others than finite ones become 0, and a fault.
 
     Raises:
         ValueError: anything else.
@@ -56,12 +58,12 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
         if tuple(advantages.shape) == tuple(local.mask.shape):  # what stands on tokens without loss is nobody's
             advantages = advantages.where(local.mask | advantages.isfinite(), 0)
         finite = bool(advantages.isfinite().all())
-        if faults is not None and not finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
+        if (finite or guarded) and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
+            if finite:
+                return Advantages(advantages)
             count = int((~advantages.isfinite()).sum())
-            faults.found("advantage", f"{count} of {advantages.numel()} advantages of finite rewards are not finite")
-            advantages, finite = advantages.where(advantages.isfinite(), 0), True
-        if finite and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
-            return advantages
+            said = f"{count} of {advantages.numel()} advantages of finite rewards are not finite"
+            return Advantages(advantages.where(advantages.isfinite(), 0), faults=(Fault("advantage", said),))
         seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
     raise ValueError(
         f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], or per token "
@@ -69,24 +71,32 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
     )
 
 
-def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
+def row_advantages(trainer: StepPort, made: Penalised) -> Advantages:
     """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
 
     TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch together anew: then ``[B]``.
     """
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
-        advantages: Tensor = made.scored.batch["advantages"]
-        return advantages
-    return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
+        return Advantages(made.scored.batch["advantages"])
+    guarded = trainer.recorder.faults_in_training is not None
+    return checked_advantages(trainer.compute_advantages(made.table), made.table, guarded)
 
 
-def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> None:
-    """Into this rank's rows, ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it where it is charged so; and
-    into TRL's completions table, per token as the mean over a completion's own tokens."""
-    batch, mask = made.scored.batch, made.local.mask
+def write_advantages(trainer: StepPort, made: Penalised, found: Advantages) -> dict[str, Any]:
+    """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it where it is
+    charged so, and the critic's values and returns; the guard is told of faults. TRL's completions table gets the advantages, too, per
+    token as the mean over a completion's own tokens."""
+    batch, mask, advantages = made.scored.batch, made.local.mask, found.values
+    faults = trainer.recorder.faults_in_training
+    for fault in (*made.faults, *found.faults):
+        assert faults is not None  # there are none without a guard
+        faults.found(*fault)
+    if found.returns is not None and made.local.values is not None:
+        carried = Carried(batch)
+        carried.old_values, carried.returns = made.local.values.float(), found.returns
     trls = advantages is batch["advantages"]
     if trls and made.to_go is None:
-        return
+        return batch
     mine = advantages if trls or advantages.dim() == 2 else advantages[made.local.rows]
     if made.to_go is not None:
         each = mine if mine.dim() == 2 else mine.unsqueeze(1)
@@ -97,6 +107,7 @@ def put_advantages(trainer: StepPort, made: Penalised, advantages: Tensor) -> No
         in_force = batch["advantages"]
         logged = trainer.accelerator.gather((in_force * mask).sum(1) / mask.sum(1).clamp(min=1))
     trl_bridge.replace_logged_advantages(trainer, logged)
+    return batch
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:

@@ -1,8 +1,9 @@
 """With a critic: what each token earned, what it was worth, and what the critic is to learn.
 
-    penalise → valued      local.rewards: −β·k_t on each own token, and the completion's rewards on its last one; local.values: V at generation
+    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its last one;
+                                            local.values: V at generation
     → the rule (``advantages.GAE``, or a team's ``compute_advantages`` over it)
-    → credited             returns = Â + V, which the critic learns; then Â whitened, which pushes the policy
+    → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the policy
 
 Tool output and inserted text are no time steps: a step goes from one token of the policy to its next (``LocalRows.mask``). A
 completion that the length limit cut is an episode like another, with its rewards on its last token; ``value.missing_eos_penalty`` is
@@ -20,15 +21,14 @@ from torch import Tensor
 from grpo_lab.advantages import Moments, masked_moments, whiten
 from grpo_lab.batch import RewardTable
 from grpo_lab.objectives.value_loss import explained_variance
-from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.scoring.carriers import Penalised
+from grpo_lab.trainer.scoring.carriers import Advantages, Penalised
 from grpo_lab.trainer.step.values import values_at_generation
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-def valued(trainer: StepPort, made: Penalised) -> Penalised:
+def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
     """The same with the rewards and values of this rank's tokens in ``table.local``; unchanged without a critic."""
     value = trainer.algorithm.value
     if value is None:
@@ -52,23 +52,22 @@ def valued(trainer: StepPort, made: Penalised) -> Penalised:
     return replace(made, table=table, to_go=None)
 
 
-def credited(trainer: StepPort, made: Penalised, advantages: Tensor) -> Tensor:
-    """Advantages ``[B, T]`` as they push the policy; returns and old values go with the rows. Unchanged without a critic."""
-    value, local = trainer.algorithm.value, made.local
+def to_advantages_and_returns(trainer: StepPort, made: Penalised, of_rows: Advantages) -> Advantages:
+    """Advantages ``[B, T]`` as they push the policy, with the returns that the critic learns. Unchanged without a critic."""
+    value, local, advantages = trainer.algorithm.value, made.local, of_rows.values
     if value is None:
-        return advantages
+        return of_rows
     assert local.values is not None
     each = (advantages if advantages.dim() == 2 else advantages[local.rows].unsqueeze(1)).to(local.values)
     scorable = ~made.table.values.isnan().all(dim=1)[local.rows].to(local.mask.device).unsqueeze(1)
     counted = local.mask & scorable
     returns = each + local.values
     _record_explained(trainer, returns, local.values, counted)
-    carried = Carried(made.scored.batch)
-    carried.old_values = local.values.float()
-    carried.returns = returns.masked_fill(~counted, float("nan")).float()
     if value.whiten_advantages:
-        return whiten(each, counted, _moments(trainer, each, counted))
-    return each.masked_fill(~counted, 0.0)
+        each = whiten(each, counted, _moments(trainer, each, counted))
+    else:
+        each = each.masked_fill(~counted, 0.0)
+    return replace(of_rows, values=each, returns=returns.masked_fill(~counted, float("nan")).float())
 
 
 def charged_to_whole(table: RewardTable) -> Tensor:

@@ -11,11 +11,8 @@ of them sum the same gathered table exactly rounded. Sources and estimators: ``o
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +21,11 @@ from transformers import TrainerCallback
 
 from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable, masked_sum
-from grpo_lab.io import write_whole_text
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
 from grpo_lab.trainer.critic.optimizer import is_warming_up
+from grpo_lab.trainer.ports import Fault
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
 from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
@@ -36,9 +33,7 @@ from grpo_lab.trainer.step.old_policy import trl_log_probs
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
-
-
-STATE_FILE = "grpo_lab_kl.json"
+    from grpo_lab.trainer.resume.state import SavedState
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
@@ -85,40 +80,28 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         """A checkpoint is of the last whole step: what was generated since is generated again on a resume."""
         self._whole_step = self.coefficient
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write β into a checkpoint folder."""
-        if self.control is None or not self.trainer.args.should_save:
-            return
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        write_whole_text(place / STATE_FILE, json.dumps({"format": 1, "coefficient": self._whole_step}))
+    def state(self) -> dict[str, float] | None:
+        """β for a checkpoint, where it moves."""
+        return None if self.control is None or self._whole_step is None else {"coefficient": self._whole_step}
 
-    def load(self, checkpoint: str | None) -> None:
-        """β as it was when the checkpoint was written; a warning where the checkpoint does not say.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
-        if self.control is None or checkpoint is None:
+    def load(self, saved: SavedState | None) -> None:
+        """β as it was when the checkpoint was written; it is said where the checkpoint does not say."""
+        if self.control is None or saved is None:
             return
-        self._loaded, self.coefficient = True, self._start
-        file = Path(checkpoint) / STATE_FILE
-        if not file.is_file():
+        found = saved.entry("kl", _coefficient, "β then starts at `kl.coefficient`")
+        self._loaded, self.coefficient = True, self._start if found is None else found
+        if found is None:
             self.trainer.recorder.say(
-                f"`resume_from_checkpoint`: {checkpoint} was written without `kl.target` (no {STATE_FILE}): β starts at "
-                f"`kl.coefficient`, {self._start:g}"
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at `kl.coefficient`, "
+                f"{self._start:g}"
             )
-            return
-        try:
-            found = float(json.loads(file.read_text(encoding="utf-8"))["coefficient"])
-            if not (math.isfinite(found) and found > 0):
-                raise ValueError(f"β is {found}")
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ValueError(
-                f"`resume_from_checkpoint`: {file} cannot be read ({error!r}); take another checkpoint, or delete the file to start "
-                "again at `kl.coefficient`"
-            ) from error
-        self.coefficient = found
+
+
+def _coefficient(entry: Any) -> float:
+    found = float(entry["coefficient"])
+    if not (math.isfinite(found) and found > 0):
+        raise ValueError(f"β is {found}")
+    return found
 
 
 def check_kl_in_reward(trainer: StepPort) -> None:
@@ -142,12 +125,14 @@ def check_kl_in_reward(trainer: StepPort) -> None:
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
     objective, table, to_go, charged = trainer.algorithm.objective, scored.rewarded.table, None, None
+    faults = scored.faults
     kl = None if objective is None else objective.kl_in_reward
     beta = controller.coefficient
     if kl is not None and beta is not None:
         mask = loss_mask(scored.batch)
         log_probs = _log_probs_of_both(trainer, scored.batch)
-        of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
+        of_tokens, found = _finite(trainer, kl.of_tokens(*log_probs, mask))
+        faults += found
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
@@ -156,23 +141,23 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
             charged = -beta * of_tokens
             to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
-            measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
+            measured, found = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
+            faults += found
             controller.charged(trainer.accelerator.gather(measured))
     mask_cut(trainer, scored)
     table = with_local_rows(trainer, scored, table)
     if to_go is not None and table.local is not None:
         scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
         to_go = to_go * scorable.unsqueeze(1).to(to_go)
-    return Penalised(scored, table, to_go, charged)
+    return Penalised(scored, table, to_go, charged, faults)
 
 
-def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
-    """With a guard a KL that is not finite is 0, and its batch bad: as a reward it would count as one that cannot be scored."""
-    faults = trainer.recorder.faults_in_training
-    if faults is None or bool(kl.isfinite().all()):
-        return kl
-    faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
-    return kl.where(kl.isfinite(), 0.0)
+def _finite(trainer: StepPort, kl: Tensor) -> tuple[Tensor, tuple[Fault, ...]]:
+    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be scored."""
+    if trainer.recorder.faults_in_training is None or bool(kl.isfinite().all()):
+        return kl, ()
+    said = "the KL in the reward is not finite: log-probs of the policy or the reference are not"
+    return kl.where(kl.isfinite(), 0.0), (Fault("reward", said),)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
@@ -190,7 +175,7 @@ def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
 def _log_probs_of_both(trainer: StepPort, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """float64 ``[B, T]`` of policy and reference; those at generation are computed here where nobody has yet."""
     carried = Carried(batch)
-    old = carried.old_logps
+    old = carried.proximal_logps
     if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
         old = _log_probs_at_generation(trainer, batch)
     return old.double(), batch["ref_per_token_logps"].double()

@@ -31,7 +31,7 @@ from grpo_lab.trainer.scoring.advantages import checked_advantages, with_local_r
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.ports import Fault, StepPort
 
 
 #: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is off by up to
@@ -64,22 +64,24 @@ def _steps_alike(steps: StepTable, groups: int) -> Tensor:
     return high <= low
 
 
-def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> Tensor:
-    """bool ``[fresh / G]``: which of the last ``fresh`` rows' groups the rule in force has something to teach from.
+def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> tuple[Tensor, tuple[Fault, ...]]:
+    """bool ``[fresh / G]``: which of the last ``fresh`` rows' groups the rule in force has something to teach from; what it said
+    that is not finite.
 
     The rule (or a team's hook) is asked for advantages of the whole table: what is kept already, followed by the fresh rows, which are
     the ones in ``table.local``. A collective.
     """
     assert table.local is not None
-    faults, mask = trainer.recorder.faults_in_training, table.local.mask
-    advantages = checked_advantages(trainer.compute_advantages(table), table, faults)
+    guarded, mask = trainer.recorder.faults_in_training is not None, table.local.mask
+    found = checked_advantages(trainer.compute_advantages(table), table, guarded)
+    advantages = found.values
     if advantages.dim() == 1:
         advantages = advantages[table.local.rows].unsqueeze(1)
     of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens
     taught = trainer.accelerator.gather(of_rows).view(-1, table.group_size).amax(1).cpu()
     rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, table.group_size).amax(1)
     rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
-    return (taught > 0) & ~rounding
+    return (taught > 0) & ~rounding, found.faults
 
 
 def check_resample(train_dataset: Any) -> None:
@@ -119,16 +121,17 @@ class Resampler:
             )
         local, rounds = first.batch["prompt_ids"].size(0), [first]
         wanted = first.rewarded.table.values.size(0) // self.group_size
-        chosen = self._live(rounds, [])
+        chosen, faults = self._live(rounds, [])
         while len(chosen) < wanted and len(rounds) < self.max_rounds:
             rounds.append(score(self._draw(local, len(rounds))))
-            chosen += self._live(rounds, chosen)
+            live, found = self._live(rounds, chosen)
+            chosen, faults = chosen + live, faults + found
         dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
         self._record(len(rounds), chosen, wanted)
-        return self._assembled(rounds, chosen)
+        return replace(self._assembled(rounds, chosen), faults=faults)
 
-    def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
+    def _live(self, rounds: list[Scored], chosen: list[int]) -> tuple[list[int], tuple[Fault, ...]]:
         """Live groups of the last round, counted over all rounds (every round has as many). The rule is asked on what is kept,
         followed by that round: never on a group that was thrown away before."""
         last = rounds[-1]
@@ -137,7 +140,8 @@ class Resampler:
         table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
         table = with_local_rows(self.trainer, last, table, before=len(chosen) * self.group_size)
         first = (len(rounds) - 1) * (fresh // self.group_size)
-        return [first + group for group in live_groups(self.trainer, table, fresh).nonzero().flatten().tolist()]
+        live, faults = live_groups(self.trainer, table, fresh)
+        return [first + group for group in live.nonzero().flatten().tolist()], faults
 
     def _rows(self, groups: list[int]) -> torch.Tensor:
         """Places of the groups' rows among those of all rounds."""
@@ -170,7 +174,7 @@ class Resampler:
         fields = {name: value[mine] for name, value in merged.fields.items()}
         batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
         carried = Carried(batch)
-        old = carried.old_logps
+        old = carried.proximal_logps
         ours = trainer.algorithm.objective is not None  # TRL's loss reads them as they are
         if old is not None and ours and not first.forwards.draws:
             carried.as_generated = old.clone() if carried.as_generated is None else carried.as_generated

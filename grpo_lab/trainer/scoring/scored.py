@@ -210,7 +210,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
     if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
         batch.setdefault("tool_mask", batch["completion_mask"])
     if put_off:
-        Carried(batch).old_logps = Carried(batch).sampler_weights = None
+        Carried(batch).proximal_logps = Carried(batch).sampler_weights = None
         trl_bridge.forget_sampling_metrics(trainer, trainer.recorder.mode())
     rewarded = found.taken()
     record_rewards(trainer, rewarded)
@@ -234,9 +234,12 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
         )
 
 
-def record(trainer: StepPort, scored: Scored) -> dict[str, Any]:
+def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
     """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
-    batch, forwards = scored.batch, scored.forwards
+    forwards = scored.forwards
+    forwards.mark(batch)
+    rows, written_by = batch["prompt_ids"].size(0), int(trainer.state.global_step)
+    Carried(batch).policy_version = torch.full((rows,), written_by, dtype=torch.long)
     if forwards.corrected:
         carried = Carried(batch)
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]

@@ -18,16 +18,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.engines.vllm.restart import words_of
 from grpo_lab.engines.vllm.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
 from grpo_lab.settings import NULL_IS_DEFAULT, Count, Number, Seconds, must_be, settings
 
 Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]
 Text = Annotated[str, Field(strict=True), must_be("a text that closes the thinking")]
-Command = Annotated[str, Field(strict=True), must_be("a command line, as text")]
 FileName = Annotated[str, Field(strict=True, min_length=1), must_be("the name of a file")]
-
-RETURN_TIMEOUT = 600.0
+Gone = Annotated[
+    None,
+    must_be("left out: whoever runs the server (systemd, Slurm, …) starts it again, and `return_timeout` waits for it"),
+]
 
 
 @settings()
@@ -44,10 +44,8 @@ class ServerSettings:
         backoff: seconds before the second repetition; doubled each time.
         token_file: file with the server's token; null: ``GRPO_LAB_SERVER_TOKEN`` in the environment, else the file that
             ``grpo-lab serve`` makes for the address. The token itself is never a setting.
-        restart: command line that starts the server again where it is lost (without a shell; its output is kept in
-            ``server-restart.log`` of the run folder); null: nobody does so here.
-        return_timeout: seconds within which a server that was lost must answer again; null: 600 with ``restart``, and
-            without it a lost server ends the run.
+        restart: no longer a setting; a recipe that gives a command is refused.
+        return_timeout: seconds within which a server that was lost must answer again; null: a lost server ends the run.
     """
 
     weights: Literal["auto", "nccl", "shared_memory"] = "auto"
@@ -56,17 +54,8 @@ class ServerSettings:
     retries: Count = 4
     backoff: Seconds = 1.0
     token_file: FileName | None = None
-    restart: Command | None = None
+    restart: Gone = None
     return_timeout: Seconds | None = None
-
-    def __post_init__(self) -> None:
-        if self.restart is not None:
-            words_of(self.restart)
-
-    @property
-    def waits(self) -> float:
-        """Seconds that a lost server is waited for; 0: it ends the run."""
-        return float(self.return_timeout or (RETURN_TIMEOUT if self.restart else 0.0))
 
 
 #: sampling settings of either engine that would override the length limit of a phase, or end it for another reason

@@ -22,7 +22,7 @@ from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
-from grpo_lab.trainer.step.old_policy import Kept, OldPolicy, with_unmoved
+from grpo_lab.trainer.step.old_policy import CollectedLogProbs, OldPolicy, with_same_fields
 from grpo_lab.trainer.step.update_record import UpdateRecord, record_skipped, record_tokens
 from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_bin
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
@@ -77,8 +77,8 @@ class ExactUpdate:
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: Verdict) -> Tensor:
         received = self._old.before_update(len(window), found)
-        kept = Kept() if self._old.comes_again(len(window)) else None
-        budget, plan, rows = self._exchanged(with_unmoved(window), found)
+        kept = CollectedLogProbs() if self._old.comes_again(len(window)) else None
+        budget, plan, rows = self._exchanged(with_same_fields(window), found)
         denominators = self._denominators(window)
         if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
             self._record_entropy(window, found, denominators)
@@ -127,9 +127,9 @@ class ExactUpdate:
         )
 
     @torch.no_grad()
-    def log_probs_of(self, window: list[dict[str, Any]], found: Verdict) -> tuple[Kept, Exchange]:
+    def log_probs_of(self, window: list[dict[str, Any]], found: Verdict) -> tuple[CollectedLogProbs, Exchange]:
         """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
-        kept = Kept()
+        kept = CollectedLogProbs()
         _, _, rows = self._exchanged(window, found)
         for places, part, scored, _ in self._without_gradient(rows):
             logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
@@ -139,7 +139,7 @@ class ExactUpdate:
     @torch.no_grad()
     def _record_entropy(self, window: list[dict[str, Any]], found: Verdict, denominators: Denominators) -> None:
         """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all rows."""
-        _, _, rows = self._exchanged(with_unmoved(window), replace(found, all_rows="entropy"))
+        _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._without_gradient(rows):
             assert entropies is not None  # the policy's head makes them
             origin = self._origin(part.micro_batch, denominators)

@@ -13,10 +13,8 @@ weights, moments and learning-rate schedule stay, gradients are dropped. A step 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from grpo_lab.io import write_whole_text
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
 from grpo_lab.trainer.ranks.finite_weights import TO_START_FROM, NumbersError, names_of_bad, refuse_bad_weights
@@ -35,10 +32,10 @@ from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.resume.state import SavedState
     from grpo_lab.trainer.settings.parse import GuardSettings
 
 
-STATE_FILE = "grpo_lab_guard.json"
 OF_STEP = ("loss", "gradient")
 KINDS = (*OF_STEP, *OF_BATCH)
 
@@ -221,32 +218,18 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if self._seen and logs and "loss" in logs:
             self.trainer._tr_loss.zero_()
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """What is bad and how many steps were, into a checkpoint folder; nothing where nothing ever was."""
-        if self.faults is None or not self._seen or not self.trainer.args.should_save:
-            return
+    def state(self) -> dict[str, Any] | None:
+        """What is bad and how many steps were, for a checkpoint; None where nothing ever was."""
+        if self.faults is None or not self._seen:
+            return None
         bad = [] if self.trainer.phase.at_end else sorted(self.faults.bad)
-        state = {"format": 1, "in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_whole_text(Path(folder) / STATE_FILE, json.dumps(state))
+        return {"in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
 
-    def load(self, checkpoint: str | None) -> None:
-        """Go on from what ``save`` wrote.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+    def load(self, saved: SavedState | None) -> None:
+        """Go on from what ``state`` said."""
         self._loaded = None
-        file = None if checkpoint is None else Path(checkpoint) / STATE_FILE
-        if self.faults is None or file is None or not file.is_file():
-            return
-        try:
-            self._loaded = _checked(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ValueError(
-                f"`resume_from_checkpoint`: {file} cannot be read ({error!r}); take another checkpoint, or delete the file: the "
-                "count of bad steps then starts at 0"
-            ) from error
+        if self.faults is not None and saved is not None:
+            self._loaded = saved.entry("guard", _checked, "the count of bad steps then starts at 0")
 
 
 def _in_force(trainer: StepPort) -> GuardSettings | None:
@@ -289,6 +272,6 @@ def with_lost_loss(logs: dict[str, float], means: Mapping[str, float]) -> dict[s
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
     unknown = set(state["bad_batch"]) - set(OF_BATCH)
-    if unknown or state["format"] != 1:
-        raise ValueError(f"format {state['format']}, kinds {sorted(unknown)}")
+    if unknown:
+        raise ValueError(f"kinds {sorted(unknown)}")
     return {**found, "bad_batch": list(state["bad_batch"])}

@@ -81,8 +81,8 @@ class GenerationForwards:
     def mark(self, output: dict[str, Any]) -> None:
         """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it changed is known."""
         carried = Carried(output)
-        if self.in_bins and not self.put_off and not self.draws and carried.old_logps is not None:
-            carried.as_generated = carried.old_logps.clone()
+        if self.in_bins and not self.put_off and not self.draws and carried.proximal_logps is not None:
+            carried.as_generated = carried.proximal_logps.clone()
 
 
 def _stays_ours(trainer: StepPort) -> bool:

@@ -10,7 +10,7 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import log_ratio, sampler_correction
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
-from grpo_lab.trainer.step.old_policy import old_log_probs
+from grpo_lab.trainer.step.old_policy import proximal_log_probs
 from grpo_lab.trainer.step.update_record import record_tokens
 from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_micro_batch
 
@@ -44,13 +44,13 @@ def token_batch(
     log-probs are the forward's own."""
     objective = trainer.algorithm.objective
     assert objective is not None
-    old = old_log_probs(logps, fields)
+    old = proximal_log_probs(logps, fields)
     advantages = fields["advantages"]
     carried, how = Carried(fields), trainer.correction
     weights = carried.sampler_weights
     if weights is None and how is not None:
-        assert carried.sampler_logps is not None
-        weights = sampler_correction(old, carried.sampler_logps, mask, how.mode, how.low, how.high)
+        assert carried.behaviour_logps is not None
+        weights = sampler_correction(old, carried.behaviour_logps, mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
         old_logps=old,

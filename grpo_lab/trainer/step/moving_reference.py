@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.resume.reference_files import FOLDER, load_reference, save_reference
+from grpo_lab.trainer.resume.reference_files import load_reference, save_reference
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
+    from grpo_lab.trainer.resume.state import SavedState
 
 
 class MovingReference(TrainerCallback):  # type: ignore[misc]
@@ -58,25 +59,24 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the reference into a checkpoint folder, where it may move at all; its weights where it has. Called on every rank."""
+    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on every rank."""
         if not (self._moves() or self._moved):
-            return
+            return None
         tensors = self._tensors() if self._has_moved() else None
-        save_reference(folder, tensors, bool(self.trainer.args.should_save))
+        return save_reference(folder, tensors, bool(self.trainer.args.should_save))
 
-    def load(self, checkpoint: str | None) -> None:
+    def load(self, saved: SavedState | None) -> None:
         """The reference as it was when the checkpoint was written; called on every rank."""
-        if checkpoint is None:
+        if saved is None:
             return
-        trainer = self.trainer
-        trl_bridge.load_policy_adapter(trainer, checkpoint)
-        moved = load_reference(checkpoint, self._tensors)
+        trl_bridge.load_policy_adapter(self.trainer, str(saved.checkpoint))
+        moved = load_reference(saved, self._tensors)
         self._moved = bool(moved)
         if moved is None and self._moves():
-            trainer.recorder.say(
-                f"`resume_from_checkpoint`: {checkpoint} does not hold the reference (no {FOLDER}: stock TRL, an earlier version, or a run "
-                "whose reference stood still): the reference is the start model",
+            self.trainer.recorder.say(
+                f"`resume_from_checkpoint`: {saved.checkpoint} does not hold the reference (stock TRL, an earlier version, or a run whose "
+                "reference stood still): the reference is the start model",
                 level=logging.WARNING,
             )
 

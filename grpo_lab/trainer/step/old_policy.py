@@ -1,4 +1,4 @@
-"""The old policy's log-probs that a loss reads: from a forward of the same shapes as its own, or its own.
+"""The proximal policy's log-probs (before the update) that a loss reads: from a forward of the loss's shapes, or its own.
 
 In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward that it is in. Old log-probs from
 another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per sequence in bfloat16,
@@ -9,8 +9,10 @@ where GSPO clips at 3e-4). So, for a generation batch that outlives an optimizer
     a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in the
                                                                    very bins that its own step will have
 
-Whether an update has happened is not counted: a micro-batch without old log-probs is one that no update has touched, since all that is
-left of a generation batch gets its own in the first step that trains on some of it. That is in the buffer, and so in a checkpoint.
+Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation batch gets its
+``proximal_logps`` in the first step that trains on some of it. It does not follow from ``policy_version``: a row may be trained on by
+the policy that wrote it and still bring its own (a team's, TRL's forward, dropout), and where TRL wants none (an epoch's short last
+step splits a batch) it has none after an update either.
 
 Where the forward is random (dropout) none of this holds: TRL's old log-probs are another draw than the loss's, and so they are here,
 made at generation for every row (``log_probs.GenerationForwards.draws``).
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.step.exchange import Exchange
 
 
-def unmoved_rows(batch: dict[str, Any]) -> Tensor:
+def reads_own_forward(batch: dict[str, Any]) -> Tensor:
     """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
-    old, made = Carried(batch).old_logps, Carried(batch).as_generated
+    old, made = Carried(batch).proximal_logps, Carried(batch).as_generated
     if old is None:
         return torch.ones(batch["completion_ids"].size(0), dtype=torch.bool, device=batch["completion_ids"].device)
     if made is None:
@@ -50,37 +52,37 @@ def unmoved_rows(batch: dict[str, Any]) -> Tensor:
     return (old == made).all(dim=1) & ~has_hole(batch)
 
 
-def awaits(batch: dict[str, Any]) -> bool:
+def needs_old_logprobs(batch: dict[str, Any]) -> bool:
     """Whether no update has touched this micro-batch since it was generated; the same on every rank."""
-    return Carried(batch).old_logps is None or Carried(batch).as_generated is not None
+    return Carried(batch).proximal_logps is None or Carried(batch).as_generated is not None
 
 
-def with_unmoved(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The micro-batches of an optimizer step with the same fields in each: ``old_logps`` (0 where there are none) and ``unmoved``."""
-    if all(Carried(batch).old_logps is None for batch in window):
+    if all(Carried(batch).proximal_logps is None for batch in window):
         return window
     marked = []
     for batch in window:
         carried = Carried(dict(batch))
-        carried.unmoved = unmoved_rows(batch).long()
+        carried.unmoved = reads_own_forward(batch).long()
         carried.as_generated = None
-        if carried.old_logps is None:
-            carried.old_logps = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+        if carried.proximal_logps is None:
+            carried.proximal_logps = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
         marked.append(dict(carried.fields))
     return marked
 
 
-def old_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
+def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
     """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the forward's own."""
     own, carried = logps.detach(), Carried(fields)
-    old, marked = carried.old_logps, carried.unmoved
+    old, marked = carried.proximal_logps, carried.unmoved
     if old is None:
         return own
-    unmoved = unmoved_rows(fields) if marked is None else marked.bool()
+    unmoved = reads_own_forward(fields) if marked is None else marked.bool()
     return torch.where(unmoved.unsqueeze(1), own, old)
 
 
-class Kept:
+class CollectedLogProbs:
     """Log-probs of some rows of an optimizer step, collected bin by bin, for the ranks that the rows come from."""
 
     def __init__(self) -> None:
@@ -95,7 +97,9 @@ class OldPolicy:
     """What is left of the current generation batch after the step at hand, and its old log-probs."""
 
     def __init__(
-        self, trainer: StepPort, log_probs_of: Callable[[list[dict[str, Any]], Verdict], tuple[Kept, Exchange]]
+        self,
+        trainer: StepPort,
+        log_probs_of: Callable[[list[dict[str, Any]], Verdict], tuple[CollectedLogProbs, Exchange]],
     ) -> None:
         self._trainer = trainer
         self._log_probs_of = log_probs_of
@@ -112,53 +116,44 @@ class OldPolicy:
             return []
         return self._trainer.phase.ahead()
 
-    def _here(self, window: int) -> list[int | None]:
-        """Place in the buffer of each of the step's micro-batches; None for one of an earlier generation batch."""
-        return self._trainer.phase.here(window)
-
     def comes_again(self, window: int) -> bool:
         """Whether a micro-batch of this step is trained on again and has no old log-probs yet: then its forward is kept."""
         return any(place is not None for place in self._again(window))
 
     def _again(self, window: int) -> list[int | None]:
         ahead, buffer = set(self._ahead()), self._buffer
-        return [p if p in ahead and awaits(buffer[p]) else None for p in self._here(window)]
+        return [p if p in ahead and needs_old_logprobs(buffer[p]) else None for p in self._trainer.phase.here(window)]
 
     def before_update(self, window: int, verdict: Verdict) -> int:
         """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes that this rank received."""
         ahead, buffer = self._ahead(), self._buffer
-        known: set[int | None] = set(self._here(window))
+        known: set[int | None] = set(self._trainer.phase.here(window))
         size, received = self._trainer.phase.accumulation, 0
         for start in range(0, len(ahead), size):
             step = ahead[start : start + size]
-            if any(p not in known and awaits(buffer[p]) for p in step):
-                found, rows = self._log_probs_of([buffer[p] for p in step], verdict)
-                self._hand_out(found, rows, [p if p not in known and awaits(buffer[p]) else None for p in step], step)
+            wanted = [p if p not in known and needs_old_logprobs(buffer[p]) else None for p in step]
+            if any(p is not None for p in wanted):
+                batches = [buffer[p] for p in step]
+                found, rows = self._log_probs_of(batches, verdict)
+                self._write(found, rows, wanted, batches)
                 received += rows.bytes_received
             known.update(step)
         return received
 
-    def keep(self, found: Kept, rows: Exchange, window: list[dict[str, Any]]) -> None:
+    def keep(self, found: CollectedLogProbs, rows: Exchange, window: list[dict[str, Any]]) -> None:
         """The training forward's log-probs into the micro-batches that come again."""
-        here: list[Any] = self._here(len(window))
-        self._hand_out(found, rows, self._again(len(window)), here, window)
+        self._write(found, rows, self._again(len(window)), window)
 
-    def _hand_out(
-        self,
-        found: Kept,
-        rows: Exchange,
-        wanted: list[int | None],
-        places: list[Any],
-        batches: list[dict[str, Any]] | None = None,
+    def _write(
+        self, found: CollectedLogProbs, rows: Exchange, wanted: list[int | None], batches: list[dict[str, Any]]
     ) -> None:
-        buffer = self._buffer
-        batches = batches or [buffer[p] for p in places]
+        """Into the places ``wanted`` of the buffer (None: not this one), what the step of ``batches`` has collected."""
         sizes = [batch["completion_ids"].size(0) for batch in batches]
         double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
         local, made = rows.home(found.parts, torch.float64 if double else torch.float32)
         for place, logps, done, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
             if place is not None:
-                _fill(buffer[place], logps[:, : batch["completion_ids"].size(1)], done)
+                _fill(self._buffer[place], logps[:, : batch["completion_ids"].size(1)], done)
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:
@@ -166,7 +161,7 @@ class OldPolicy:
         trainer = self._trainer
         for place in dict.fromkeys(self._ahead()):
             batch = self._buffer[place]
-            if awaits(batch):
+            if needs_old_logprobs(batch):
                 _fill(batch, trl_log_probs(trainer, batch))
 
 
@@ -185,7 +180,7 @@ def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> conte
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
     """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has any."""
-    carried, unmoved = Carried(batch), unmoved_rows(batch).unsqueeze(1) & made
-    old = carried.old_logps
-    carried.old_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
+    carried, unmoved = Carried(batch), reads_own_forward(batch).unsqueeze(1) & made
+    old = carried.proximal_logps
+    carried.proximal_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
     carried.as_generated = None

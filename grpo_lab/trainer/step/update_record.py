@@ -175,8 +175,8 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(batch.extras)
-    if batch.sampler_weights is not None and carried.sampler_logps is not None and carried.sampler_weights is None:
-        _record_sampler(trainer, book, batch, carried.sampler_logps, origin)
+    if batch.sampler_weights is not None and carried.behaviour_logps is not None and carried.sampler_weights is None:
+        _record_sampler(trainer, book, batch, carried.behaviour_logps, origin)
 
 
 def _record_sampler(

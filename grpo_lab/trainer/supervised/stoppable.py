@@ -1,10 +1,8 @@
 """A supervised or preference training inside a longer command that is asked to stop: a checkpoint within the step, and on from it to the bit.
 
 TRL's SFT, DPO and CPO trainers write no checkpoint here of themselves (``save_strategy: no``). Asked to stop, the step under way ends and is
-logged; then transformers' checkpoint and, beside it, what it does not hold go into ``place``, whole or not at all:
-
-    grpo_lab_training.json    what the training is of; loss and metrics since the last log; the sum of the losses; tokens seen
-
+logged; then transformers' checkpoint and, beside it, what it does not hold go into ``place``, whole or not at all: what the training is
+of, loss and metrics since the last log, the sum of the losses, tokens seen (the entry ``training`` of the record, ``resume/state.py``).
 The same training, begun again, goes on from there. One of other rows, settings or another model begins anew.
 """
 
@@ -24,10 +22,9 @@ from transformers import TrainerCallback
 from grpo_lab.finite import NumbersError, not_finite
 from grpo_lab.io import move_whole, write_whole_text
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
+from grpo_lab.trainer.resume.state import read_state, write_state
 from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, newest_whole, step_of
 from grpo_lab.trainer.trl_bridge import plain_cpu
-
-FILE = "grpo_lab_training.json"
 
 logger = logging.getLogger("grpo_lab")
 
@@ -116,7 +113,7 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
             if bad := not_finite(partial):
                 shutil.rmtree(partial.parent, ignore_errors=True)
                 raise NumbersError(f"asked to stop after step {state.global_step}, and nothing is kept of it: {bad}")
-            write_whole_text(partial / FILE, json.dumps({"identity": self.training.identity, **_window(self.trainer)}))
+            write_state(partial, {"training": {"identity": self.training.identity, **_window(self.trainer)}})
             write_whole_text(partial / MARK, json.dumps(mark_of(partial, state.global_step)))
             move_whole(partial, self.training.place / partial.name)
             for earlier in self.training.place.glob("checkpoint-*"):
@@ -127,11 +124,7 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return dict(read_state(checkpoint).entries.get("training", {}))
 
 
 def _window(trainer: Any) -> dict[str, Any]:
@@ -158,6 +151,3 @@ def _take_up(trainer: Any, found: dict[str, Any]) -> None:
     for name in ("_metrics", "_stored_metrics"):
         for key, seen in found[name].items():
             getattr(trainer, name)["train"][key] = list(seen)
-
-
-__all__ = ["StoppableTraining", "TrainingStopped"]

@@ -24,9 +24,9 @@ from grpo_lab.trainer.trl_bridge.forwards import (
     without_checkpointing,
 )
 from grpo_lab.trainer.trl_bridge.fsdp_optimizer import (
-    name_those_without_moments,
     optimizer_loaded_as_it_was,
     optimizer_saved_as_it_is,
+    without_moments,
 )
 from grpo_lab.trainer.trl_bridge.gradients import (
     SAMPLING_METRICS,
@@ -96,7 +96,6 @@ __all__ = [
     "load_policy_adapter",
     "logged_rows",
     "may_bring_images",
-    "name_those_without_moments",
     "optimizer_loaded_as_it_was",
     "optimizer_saved_as_it_is",
     "overflow_of_scaler",
@@ -119,4 +118,5 @@ __all__ = [
     "without_checkpointing",
     "without_critic",
     "without_gradient_sync",
+    "without_moments",
 ]

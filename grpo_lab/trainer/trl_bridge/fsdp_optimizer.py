@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict as torchs
 
-from grpo_lab.io import write_whole_text
 from grpo_lab.trainer.trl_bridge.names import replaced
-
-FILE = "grpo_lab_without_moments.json"
 
 
 def _is_fsdp2(trainer: Any) -> bool:
@@ -44,31 +39,18 @@ def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
         yield
 
 
-def name_those_without_moments(trainer: Any, folder: Any) -> None:
-    """Into a checkpoint's folder, by the main process; nothing where all weights have moments, or none is asked for."""
+def without_moments(trainer: Any) -> dict[str, Any] | None:
+    """The weights that a checkpoint names; None where all have moments, or torch asks for none."""
     missing = _without_moments(trainer) if _is_fsdp2(trainer) else []
-    if missing and trainer.args.should_save:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_whole_text(Path(folder) / FILE, json.dumps({"format": 1, "without_moments": missing}))
+    return {"without_moments": missing} if missing else None
 
 
 @contextlib.contextmanager
-def optimizer_loaded_as_it_was(trainer: Any, checkpoint: str | None) -> Iterator[None]:
-    """Inside the block the optimizer of ``checkpoint`` is loaded; the weights that it names have no moments afterwards.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    place = None if checkpoint is None else Path(checkpoint) / FILE
-    if place is None or not _is_fsdp2(trainer) or not place.is_file():
+def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
+    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments afterwards."""
+    if not named or not _is_fsdp2(trainer):
         yield
         return
-    try:
-        named = set(json.loads(place.read_text(encoding="utf-8"))["without_moments"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(
-            f"`resume_from_checkpoint`: {place} cannot be read ({error!r}); take another checkpoint"
-        ) from error
     split = torchs._split_optim_state_dict
 
     def lenient(model: Any, optimizer: Any, state: Any, info: Any) -> Any:
@@ -80,6 +62,3 @@ def optimizer_loaded_as_it_was(trainer: Any, checkpoint: str | None) -> Iterator
     for name, parameter in trainer.model.named_parameters():
         if name in named:
             trainer.optimizer.state.pop(parameter, None)
-
-
-__all__ = ["FILE", "name_those_without_moments", "optimizer_loaded_as_it_was", "optimizer_saved_as_it_is"]

@@ -1,0 +1,360 @@
+"""Samplers that decide round by round, in the shape of TRL's `RepeatSampler`.
+
+A round is one generation batch: `batch_size` different prompts. Its indices come out as
+
+    repeat_count times:  p₁ … p₁ (mini_repeat_count times)  p₂ … p₂  …  p_batch_size …
+
+An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, one batch before the
+trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
+
+Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the run, so the
+rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included. The generator of a round is
+seeded by (seed, epoch, round) alone.
+
+Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps. `fingerprint` is compared over ranks.
+
+The epoch is set by `set_epoch` or, where nobody calls it, counted: the iterator after one that was used up begins the next.
+
+**Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the hard ones (its
+ablation, section 3.5). How difficulty is cut, when to switch and the floor that lets easy problems come back are settings of ours.
+
+**Prioritised sampling**: problems that the model still gets wrong come more often.
+
+    P(i) ∝ w_i = max(1 − s_i, floor)
+
+with s_i the success rate of problem i, tracked from the rollouts of the run itself (same section: proportional to 1 − s_i). Ours:
+
+    floor      a solved problem keeps this weight, so that nothing starves and forgetting is noticed
+    estimate   S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
+
+A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights; so it is a systematic sample:
+problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size (k grows where some π_i reach 1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+_CERTAIN = 1 - 1e-9
+
+
+class RoundSampler(Sampler[int]):
+    """Base of the samplers here; a subclass says which prompts make up a round (`draw`).
+
+    Args:
+        data_source: the dataset, for its length N.
+        mini_repeat_count: copies of every index in a row (TRL: the group size, `num_generations`).
+        batch_size: different prompts in a round (TRL: `generation_batch_size // num_generations`).
+        repeat_count: times a round is served (TRL: `num_iterations * steps_per_generation`).
+        seed: the same on every rank.
+    Raises: ValueError for counts below 1, a seed that is no integer, or fewer prompts than one round needs.
+    """
+
+    def __init__(
+        self, data_source: Sized, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1, seed: int = 0
+    ) -> None:
+        counts = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}; an integer of at least 1 is needed")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}; an integer is needed, the same on every rank")
+        if len(data_source) < batch_size:
+            raise ValueError(f"the data has {len(data_source)} rows and a round needs batch_size={batch_size}")
+        self.num_samples = len(data_source)
+        self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
+        self.seed = seed
+        self.epoch = 0
+        self._drawn: list[list[int]] = []
+        self._used_up = False
+
+    def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
+        """The `batch_size` different indices of round `number` of an epoch."""
+        raise NotImplementedError
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return self.num_samples // self.batch_size
+
+    def __len__(self) -> int:
+        return self.rounds_per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+    def __iter__(self) -> Iterator[int]:
+        if self._used_up:
+            self._begin_epoch(self.epoch + 1)
+        return self._indices(self.epoch, self._drawn)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; the current one keeps its rounds and is replayed from its start."""
+        if epoch != self.epoch:
+            self._begin_epoch(epoch)
+        self._used_up = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists (JSON or `torch.save`): the epoch and the rounds drawn in it so far."""
+        return {
+            "sampler": type(self).__name__,
+            "shape": self._shape(),
+            "epoch": self.epoch,
+            "used_up": self._used_up,
+            "drawn": [list(indices) for indices in self._drawn],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for a state of another sampler, data
+        of another length or other counts."""
+        if state.get("sampler") != type(self).__name__:
+            raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
+        if dict(state["shape"]) != self._shape():
+            raise ValueError(
+                f"the state was saved with {dict(state['shape'])} and the sampler has {self._shape()}; "
+                "resume with the same data, batch settings and seed"
+            )
+        self.epoch = int(state["epoch"])
+        self._used_up = bool(state["used_up"])
+        self._drawn = [[int(index) for index in indices] for indices in state["drawn"]]
+
+    def fingerprint(self) -> int:
+        """A number below 2⁵³ that differs if anything in the state differs; compare it over ranks."""
+        text = json.dumps(self.state_dict(), sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch, self._drawn, self._used_up = epoch, [], False
+
+    def _indices(self, epoch: int, drawn: list[list[int]]) -> Iterator[int]:
+        for number in range(self.rounds_per_epoch):
+            if number == len(drawn):
+                drawn.append(self.draw(epoch, number, seeded(self.seed, epoch, number)))
+                assert len(set(drawn[-1])) == self.batch_size, "a round repeats a prompt"
+            for _ in range(self.repeat_count):
+                for index in drawn[number]:
+                    for _ in range(self.mini_repeat_count):
+                        yield index
+        if drawn is self._drawn:
+            self._used_up = True
+
+    def _shape(self) -> dict[str, int]:
+        names = ("num_samples", "mini_repeat_count", "batch_size", "repeat_count", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator that depends on these integers only."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return generator
+
+
+class CurriculumSampler(RoundSampler):
+    """Easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
+
+    Where N is no multiple of `batch_size`, the rows left out of an epoch are drawn at random, or the hardest would never be seen.
+
+    Args: pass_rates: one a row, in [0, 1]; the others as in `RoundSampler`.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        pass_rates: Sequence[float],
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+        self._rates = checked_rates(pass_rates, self.num_samples)
+
+    def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
+        shuffled = torch.randperm(self.num_samples, generator=seeded(self.seed, epoch))
+        taken = shuffled[: self.rounds_per_epoch * self.batch_size]
+        by_difficulty = taken[torch.sort(self._rates[taken], descending=True, stable=True).indices]
+        return by_difficulty[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+
+
+class UniformThenHardSampler(RoundSampler):
+    """All problems, shuffled, for the first `uniform_rounds` rounds of the run; from then on only problems with a pass
+    rate below `hard_below`, shuffled, again and again.
+
+    Args:
+        pass_rates: one a row, in [0, 1].
+        uniform_rounds: generation batches, counted over epochs.
+        hard_below: a problem is hard if its pass rate is smaller; at least `batch_size` problems have to be.
+        floor: chance of an easy problem in the hard phase relative to a hard one's, in [0, 1]. With 0 the hard problems
+            are gone through lap by lap; else every round is drawn by these weights (`systematic_sample`).
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        pass_rates: Sequence[float],
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        seed: int = 0,
+        *,
+        uniform_rounds: int,
+        hard_below: float = 0.5,
+        floor: float = 0.0,
+    ) -> None:
+        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+        if uniform_rounds < 0:
+            raise ValueError(f"uniform_rounds={uniform_rounds} is negative")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor={floor} is not in [0, 1]")
+        self.uniform_rounds, self.floor = uniform_rounds, floor
+        self._all = torch.arange(self.num_samples)
+        self._hard = torch.nonzero(checked_rates(pass_rates, self.num_samples) < hard_below).flatten()
+        if len(self._hard) < batch_size:
+            raise ValueError(
+                f"{len(self._hard)} problems have a pass rate below hard_below={hard_below}; "
+                f"a round needs batch_size={batch_size}"
+            )
+        self._weights = torch.full((self.num_samples,), floor, dtype=torch.float64)
+        self._weights[self._hard] = 1.0
+
+    def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
+        position = epoch * self.rounds_per_epoch + number
+        if position < self.uniform_rounds:
+            return self._shuffled(self._all, position, phase=0)
+        if self.floor > 0:
+            return systematic_sample(inclusion_probabilities(self._weights, self.batch_size), generator)
+        return self._shuffled(self._hard, position - self.uniform_rounds, phase=1)
+
+    def _shuffled(self, pool: torch.Tensor, position: int, phase: int) -> list[int]:
+        """Round `position` of the pool, shuffled anew whenever it has been gone through."""
+        lap, place = divmod(position, len(pool) // self.batch_size)
+        order = pool[torch.randperm(len(pool), generator=seeded(self.seed, phase, lap))]
+        return [int(index) for index in order[place * self.batch_size : (place + 1) * self.batch_size]]
+
+
+def checked_rates(pass_rates: Sequence[float], rows: int) -> torch.Tensor:
+    """[N] float64, or ValueError."""
+    if len(pass_rates) != rows:
+        raise ValueError(f"{len(pass_rates)} pass rates for {rows} rows")
+    if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
+        raise ValueError(f"a pass rate is {wrong[0]}; numbers in [0, 1] are needed (leave unscorable problems out)")
+    return torch.tensor([float(rate) for rate in pass_rates], dtype=torch.float64)
+
+
+class PrioritizedSampler(RoundSampler):
+    """Rounds drawn ∝ max(1 − s_i, floor); see the module for the formula, `RoundSampler` for the other arguments.
+
+    Args:
+        initial: s_i until the first update, a number or one a problem (pass rates from curation); 0 lets unseen
+            problems come first.
+        floor: least weight, in (0, 1]; 1 is uniform sampling.
+        decay: λ in [0, 1]; 0 believes the last update only, 1 never forgets.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        seed: int = 0,
+        *,
+        initial: float | Sequence[float] = 0.0,
+        floor: float = 0.05,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+        if not 0 < floor <= 1:
+            raise ValueError(f"floor={floor} is not in (0, 1]; without a floor a solved problem would starve")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay} is not in [0, 1]")
+        rates = [float(initial)] * self.num_samples if isinstance(initial, int | float) else [float(s) for s in initial]
+        if len(rates) != self.num_samples or not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(
+                f"initial needs {self.num_samples} rates in [0, 1], one a row; got {len(rates)} between "
+                f"{min(rates, default=None)} and {max(rates, default=None)}"
+            )
+        self.floor, self.decay = floor, decay
+        self._initial = torch.tensor(rates, dtype=torch.float64)
+        self._successes = torch.zeros(self.num_samples, dtype=torch.float64)
+        self._trials = torch.zeros(self.num_samples, dtype=torch.float64)
+
+    def update(self, index: int, successes: float, trials: float) -> None:
+        """Report that `successes` of `trials` completions of problem `index` were right; the same call on every rank.
+
+        Unscorable completions belong in neither number. Zero trials change nothing.
+        """
+        if not 0 <= index < self.num_samples:
+            raise ValueError(f"index={index} is not a row of the data (0 … {self.num_samples - 1})")
+        if not 0 <= successes <= trials:
+            raise ValueError(f"successes={successes} of trials={trials}: 0 ≤ successes ≤ trials is needed")
+        if trials > 0:
+            self._successes[index] = self.decay * self._successes[index] + successes
+            self._trials[index] = self.decay * self._trials[index] + trials
+
+    @property
+    def trials(self) -> torch.Tensor:
+        """T_i, [N] float64: the (decayed) number of completions behind s_i; 0 before the first."""
+        return self._trials
+
+    @property
+    def success_rates(self) -> torch.Tensor:
+        """s_i, [N] float64."""
+        seen = self._trials > 0
+        return torch.where(seen, self._successes / torch.where(seen, self._trials, 1.0), self._initial)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """w_i = max(1 − s_i, floor), [N] float64."""
+        return (1 - self.success_rates).clamp(min=self.floor)
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """P(i) = w_i / Σw, [N] float64: the share of the draws that problem i gets."""
+        return self.weights / self.weights.sum()
+
+    def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
+        return systematic_sample(inclusion_probabilities(self.weights, self.batch_size), generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds S and T to the rounds."""
+        return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self._trials.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._successes = torch.tensor(state["successes"], dtype=torch.float64)
+        self._trials = torch.tensor(state["trials"], dtype=torch.float64)
+
+
+def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """π_i = min(1, k·w_i) with k such that Σπ_i = count. [N] float64, all weights positive, count ≤ N."""
+    certain = torch.zeros_like(weights, dtype=torch.bool)
+    while True:
+        rest = count - int(certain.sum())
+        free_weight = torch.where(certain, 0.0, weights).sum()
+        chance = torch.where(certain, 1.0, rest * weights / free_weight.clamp(min=torch.finfo(weights.dtype).tiny))
+        over = ~certain & (chance >= _CERTAIN)
+        if not over.any():
+            return chance
+        certain |= over
+
+
+def systematic_sample(chance: torch.Tensor, generator: torch.Generator) -> list[int]:
+    """A set of Σπ indices that holds i with probability π_i exactly, in random order.
+
+    The indices are laid out in random order as intervals of length π_i; points at u, u + 1, u + 2, … with u uniform in
+    [0, 1) pick an interval each, and none twice as π_i ≤ 1.
+    """
+    certain = torch.nonzero(chance >= _CERTAIN).flatten()
+    free = torch.nonzero(chance < _CERTAIN).flatten()
+    free = free[torch.randperm(len(free), generator=generator)]
+    count = round(float(chance[free].sum()))
+    ends = torch.cumsum(chance[free], dim=0)
+    points = torch.rand((), generator=generator, dtype=torch.float64) + torch.arange(count, dtype=torch.float64)
+    picked = torch.searchsorted(ends, points, right=True).clamp(max=max(len(free) - 1, 0))
+    chosen = torch.cat([certain, free[picked]])
+    return [int(index) for index in chosen[torch.randperm(len(chosen), generator=generator)]]
