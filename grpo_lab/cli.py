@@ -90,6 +90,14 @@ COMMANDS = {
         kept="pipelines.run_rounds:kept",
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
+    "pipeline": Command(
+        "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
+        run="pipelines.runner:run_pipeline",
+        read="pipelines.runner:read_pipeline",
+        plan="pipelines.runner:plan_of_pipeline",
+        kept="pipelines.runner:kept",
+        recipes="docs/recipes.md",
+    ),
     "evaluate": Command(
         "greedy and sampled accuracy of a model with a 95%% interval",
         run="pipelines.evaluate:run",
@@ -229,7 +237,7 @@ def _add_pipeline(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
     parser.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
     if command.resumes:
-        parser.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
+        parser.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
 
 
 def _load(name: str) -> Callable[..., Any]:

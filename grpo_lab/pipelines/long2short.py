@@ -11,7 +11,6 @@ folder → `evaluation/before` and `/after`, where the numbers that count are ac
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,14 +19,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.curation import Sampled, average_weights, preference_pairs, sampled, shortest_correct
+from grpo_lab.curation import Sampled, average_weights, sampled
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, write_report
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import is_local, write_json, write_json_lines
 from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import count_of, model_of, sampling_of, settings_in_words, told
-from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
+from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.recipe.checks import check_trackers
@@ -37,13 +36,13 @@ from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_
 from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
 from grpo_lab.runs.stage import At, Stage, Words, carry_out, plan_of, working
 from grpo_lab.runs.stop import STOP_SETTINGS, StopRequests, identity_of
-from grpo_lab.stages.sample import judged_samples, refuse_other_count, samples_in_words
-from grpo_lab.stages.train import train_on, training_rows
+from grpo_lab.stages.sample import SAMPLES, judged_samples, read_lines, refuse_other_count, samples_in_words
+from grpo_lab.stages.select import ROWS, Shorter, Shortest, select
+from grpo_lab.stages.train import STOPPED, train_on, training_rows
 from grpo_lab.trainer.supervised.preference import check_training
 from grpo_lab.visible import encodable
 
 PIPELINE = "long2short"
-OWN_SAMPLES, ROWS, STOPPED = "samples.jsonl", "rows.jsonl", "stopped"
 MAY_CHANGE = ("name", "output_dir", *STOP_SETTINGS)
 """Settings that nothing which is made follows from."""
 
@@ -94,14 +93,13 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, stop: StopRequests, over
     """before? → select → train, or merge → after?"""
     path, section = str(recipe.model.path), recipe.evaluation
 
-    def select(at: At) -> dict[str, int]:
+    def choose(at: At) -> dict[str, int]:
         rows = build_rows(recipe, _samples(recipe, path, stop, asked))
         write_json_lines(at.folder / ROWS, [encodable(row) for row in rows])
         return {"rows": len(rows)}
 
     def train(at: At) -> None:
-        with (at.folder / ROWS).open(encoding="utf-8", newline="\n") as lines:
-            _train(recipe, [json.loads(line) for line in lines], at.folder, stop)
+        _train(recipe, read_lines(at.folder / ROWS), at.folder, stop)
 
     if recipe.method == "merge":
         merged = {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
@@ -109,7 +107,7 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, stop: StopRequests, over
     else:
         training = {"training": settings_in_words(recipe.training)}
         stages = [
-            Stage("select", select, lambda: _plan_of_rows(recipe, asked, overwrite)),
+            Stage("select", choose, lambda: _plan_of_rows(recipe, asked, overwrite)),
             Stage("train", train, lambda: training, inputs=("select",)),
         ]
     if section is None:
@@ -159,7 +157,7 @@ def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -
     anew = overwrite and recipe.samples is None
     facts = {"rows": count_of(asked.rows, recipe.data), "reward": told(recipe.reward)}
     facts |= sampling_of(recipe.sampling, asked.rows, samples_file(recipe), anew)
-    return facts if recipe.method == "shortest_sft" else {**facts, "pairs": told(recipe.pairs or PairSettings())}
+    return facts if recipe.method == "shortest_sft" else {**facts, "pairs": told(recipe.pairs or Shorter())}
 
 
 def kept(recipe: Long2ShortRecipe) -> str:
@@ -182,16 +180,7 @@ def fingerprint(recipe: Long2ShortRecipe) -> str:
 
 def build_rows(recipe: Long2ShortRecipe, samples: list[Sampled]) -> list[dict[str, Any]]:
     """SFT rows or pairs out of the samples, by the recipe's method."""
-    if recipe.method == "shortest_sft":
-        rows = shortest_correct(samples)
-    else:
-        settings = recipe.pairs or PairSettings()
-        rows = preference_pairs(
-            samples,
-            settings.ratio,
-            wrong_must_be_longer=settings.wrong_must_be_longer,
-            pairs_per_problem=settings.pairs_per_problem,
-        )
+    rows, _ = select(samples, Shortest() if recipe.method == "shortest_sft" else recipe.pairs or Shorter())
     if not rows:
         raise ValueError(
             f"no row for `method: {recipe.method}` out of {len(samples)} problems: the model has to be right on some, and for "
@@ -233,7 +222,7 @@ def _claim(recipe: Long2ShortRecipe, overwrite: bool, digest: Any = None) -> Pat
         for stage in ("before", "select", "train", "merge", "after"):
             (folder / f"{stage}.json").unlink(missing_ok=True)
         shutil.rmtree(folder / STOPPED, ignore_errors=True)
-        (folder / OWN_SAMPLES).unlink(missing_ok=True)
+        (folder / SAMPLES).unlink(missing_ok=True)
         if recipe.samples is not None and Path(recipe.samples).is_file():
             console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
     elif "recipe" not in found:
@@ -258,7 +247,7 @@ def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
 
 def samples_file(recipe: Long2ShortRecipe) -> Path:
     """Where the samples are: the recipe's ``samples``, else in the output folder."""
-    return Path(recipe.samples or recipe.output_dir / OWN_SAMPLES)
+    return Path(recipe.samples or recipe.output_dir / SAMPLES)
 
 
 def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests, asked: Questions) -> list[Sampled]:

@@ -21,16 +21,8 @@ from grpo_lab.recipe.sections import (
     with_name,
 )
 from grpo_lab.recipe.yaml import read_yaml
-from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, Positive, Switch, read, settings
-
-
-@settings()
-class PairSettings:
-    """``pairs``: of `preference_pairs`, for ``dpo`` and ``simpo``."""
-
-    ratio: Number = 1.5
-    wrong_must_be_longer: Switch = False
-    pairs_per_problem: Positive | None = None
+from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
+from grpo_lab.stages.select import Shorter
 
 
 @settings(rest="sampling")
@@ -54,7 +46,7 @@ class Long2ShortRecipe:
     data: DataSection | None = None
     reward: Annotated[RewardSection, NULL_IS_DEFAULT] = STRICT_ACCURACY
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(n_samples=8))
-    pairs: PairSettings | None = None
+    pairs: Shorter | None = None
     samples: str | None = None
     short_model: str | None = None
     alpha: Annotated[Number, NULL_IS_DEFAULT] = 0.5

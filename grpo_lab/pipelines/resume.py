@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -12,11 +11,11 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.releases import other_releases
 from grpo_lab.recipe.yaml import parsed
 from grpo_lab.runs.differences import Difference, refuse_other_rows
 from grpo_lab.runs.folder import read_marker
+from grpo_lab.runs.metrics_file import cut_metrics
 from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.which import newest_read
 from grpo_lab.trainer.resume.whole import SAVING, step_of
@@ -137,23 +136,3 @@ def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
         raise ValueError(
             f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
         )
-
-
-def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
-    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again. Half a line goes, too.
-
-    Args:
-        evaluation_due: the one after ``step`` will be made, and written, again.
-    """
-    if file.is_file():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
-
-
-def _is_before(line: str, step: int, evaluation_due: bool) -> bool:
-    try:
-        row = json.loads(line)
-        again = evaluation_due and row["step"] == step and any(name.startswith("eval_") for name in row)
-        return line.endswith("\n") and bool(row["step"] <= step) and not again
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import random
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from grpo_lab.curation import Sampled
@@ -17,28 +13,18 @@ from grpo_lab.io import whole_folder, write_json_lines
 from grpo_lab.pipelines import rounds_plan as words
 from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.resume import cut_metrics
-from grpo_lab.pipelines.round_selection import questions_of, selected
-from grpo_lab.pipelines.rounds import MODEL, Round
-from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
-from grpo_lab.pipelines.run_folder import MetricsFile
+from grpo_lab.pipelines.rounds import Round
+from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, RoundsRecipe, seed_of
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.runs.stage import Stage
-from grpo_lab.runs.stop import StopRequests, identity_of
-from grpo_lab.stages.sample import judged_samples, trim_to_whole_batches
-from grpo_lab.stages.train import train_on, training_rows
-from grpo_lab.trainer.supervised.stoppable import StoppableTraining
-from grpo_lab.verifiers.verdict import CORRECT_FROM
-from grpo_lab.visible import encodable
-
-STOPPED = "stopped"
-"""A training that was asked to stop: its checkpoint, until it has come to its end."""
-SAMPLES, SAMPLING, ROWS = "samples.jsonl", "sampling.jsonl", "rows.jsonl"
-"""All samples of a round; those made so far (gone when the former is there); what is trained on."""
-WEIGHT = "rewards/weight"
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.stages.evaluate import measured
+from grpo_lab.stages.sample import SAMPLES, read_lines, sample, sample_facts
+from grpo_lab.stages.select import GOLD, ROWS, Keep, select
+from grpo_lab.stages.train import MODEL, TrainingFacts, finish, free, train_on, trained, training_rows
 
 
 class RoundParts:
@@ -78,59 +64,45 @@ class RoundParts:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe, seed = self.recipe, self.recipe.sampling.seed
         model, tokenizer = load_model(recipe.model, seed)
-        counted = _Counted(at.folder / "metrics.jsonl")
         if recipe.cold_start is None:
             with whole_folder(at.folder / MODEL) as folder:
                 model.save_pretrained(folder)
-                _finish(folder, tokenizer)
-        else:
-            from grpo_lab.trainer.supervised.cold_start import cold_start
+                finish(folder, tokenizer)
+            return TrainingFacts(at.folder / "metrics.jsonl").facts()
+        from grpo_lab.trainer.supervised.cold_start import cold_start
 
-            rows = self.cold_rows
-            arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
-            with self._trained(at, tokenizer, rows.to_list(), arguments, counted) as (folder, training):
-                cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
-        _free()
+        rows = self.cold_rows
+        arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.cold_start.arguments}
+        with trained(at.folder, tokenizer, rows.to_list(), arguments, self.stop) as (folder, training, counted):
+            cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
+        del model
+        free()
         return counted.facts()
 
     def sample(self, at: Round) -> dict[str, Any]:
         """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
-        file, progress = at.folder / SAMPLES, at.folder / SAMPLING
-        asked = questions_of(at.number, len(self.rows), self.recipe.rounds.questions, self.recipe.sampling.seed)
-        if not file.is_file():
-            write_json_lines(file, self._sampled(at, asked, progress))
-        progress.unlink(missing_ok=True)
-        return _sample_facts(_lines(file), len(asked))
+        sampling = self.recipe.sampling
+        asked = questions_of(at.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
 
-    def _sampled(self, at: Round, asked: list[int], progress: Path) -> list[dict[str, Any]]:
-        settings = replace(self.recipe.sampling, seed=seed_of(self.recipe.sampling.seed, at.number, "sample"))
-        sampler = ModelSampler(at.current, settings)
-        numbers = {id(self.rows[row]): row for row in asked}
-        problems = with_room([self.rows[row] for row in asked], sampler)
-        trim_to_whole_batches(progress, settings.problems_per_save)
+        def start() -> tuple[ModelSampler, list[int]]:
+            sampler = ModelSampler(at.current, replace(sampling, seed=seed_of(sampling.seed, at.number, "sample")))
+            numbers = {id(self.rows[row]): row for row in asked}
+            return sampler, [numbers[id(row)] for row in with_room([self.rows[row] for row in asked], sampler)]
+
         said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
         label = f"round {at.number}: samples"
-        rates = judged_samples(problems, sampler, self.asked.reward, progress, self.stop, said, label)
-        found = [
-            {
-                "row": numbers[id(problem)],
-                "scores": list(rate.scores),
-                "lengths": [sampler.tokens(one) for one in rate.completions or ()],
-                "cut": rate.cut,
-                "completions": [encodable(one) for one in rate.completions or ()],
-            }
-            for problem, rate in zip(problems, rates, strict=True)
-        ]
-        del sampler
-        _free()
-        return found
+        lines = sample(self.rows, start, self.asked.reward, at.folder, self.stop, said, label)
+        free()
+        return sample_facts(lines, len(asked))
 
     def select(self, at: Round) -> dict[str, Any]:
         """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
-        samples = [self._problem(line) for line in _lines(at.folder / SAMPLES)]
-        rows, counts = selected(self.recipe, samples)
+        samples = [self._problem(line) for line in read_lines(at.folder / SAMPLES)]
+        imitate = self.recipe.method in IMITATE
+        how = self.recipe.keep or Keep() if imitate else self.recipe.pairs or ContrastSettings()
+        rows, counts = select(samples, how)
         if not rows:
-            needed = "right on some" if self.recipe.method in IMITATE else "right and wrong on the same"
+            needed = "right on some" if imitate else "right and wrong on the same"
             raise ValueError(
                 f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems: of {counts['samples']} "
                 f"samples {counts['scored']} could be scored and {counts['right']} are right, and the model has to be {needed}. Raise "
@@ -150,15 +122,14 @@ class RoundParts:
         base = recipe.base.path if recipe.base is not None else at.start
         begin = at.current if recipe.rounds.train_from == "last" else str(base)
         model, tokenizer = load_model(ModelSection(path=begin), recipe.sampling.seed)
-        rows = training_rows(recipe.method, _lines(at.folder / ROWS))
+        rows = training_rows(recipe.method, read_lines(at.folder / ROWS))
         seed = seed_of(recipe.sampling.seed, at.number, "train")
         arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
-        counted = _Counted(at.folder / "metrics.jsonl")
-        with self._trained(at, tokenizer, rows, [begin, arguments], counted) as (folder, training):
+        with trained(at.folder, tokenizer, rows, [begin, arguments], self.stop) as (folder, training, counted):
             reference = self._reference(at)
             train_on(recipe.method, model, tokenizer, rows, folder, arguments, training, [counted], reference)
         del model
-        _free()
+        free()
         return {"from": "base" if begin != at.current else "last", **counted.facts()}
 
     def _reference(self, at: Round) -> Any:
@@ -167,18 +138,6 @@ class RoundParts:
         if recipe.method != "dpo" or recipe.pairs is None or recipe.pairs.reference != "base":
             return None
         return load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
-
-    @contextmanager
-    def _trained(
-        self, at: Round, tokenizer: Any, rows: Any, made_from: Any, counted: _Counted
-    ) -> Iterator[tuple[Path, StoppableTraining]]:
-        """Where the model of a training goes, and what trains it; a stopped one is gone on with from `stopped/`."""
-        with self.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
-            counted.begin(training.step)
-            with whole_folder(at.folder / MODEL) as folder:
-                yield folder, training
-                _finish(folder, tokenizer)
-        training.done()
 
     def evaluate(self, at: Round) -> dict[str, Any]:
         """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs share."""
@@ -192,80 +151,25 @@ class RoundParts:
             max_new_tokens=recipe.sampling.max_completion_length,
             seed=recipe.sampling.seed,
         )
-        replace(result, seconds=None).write(at.folder / "evaluation")
-        _free()
-        return {
-            "accuracy": result.accuracy.to_dict() if result.accuracy else None,
-            "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
-            "mean_length": result.mean_length,
-            "mean_length_correct": result.mean_length_correct,
-            "worked_out_share": result.worked_out_share,
-        }
+        free()
+        return measured(result, at.folder)
 
 
-class _Counted(MetricsFile):
-    """`metrics.jsonl` of one training, begun anew or gone on with, and what a round's marker says of it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.steps, self.loss = 0, None
-        self.weights: list[float] = []
-
-    def begin(self, step: int) -> None:
-        """After ``step`` steps: the lines up to there stay."""
-        if step:
-            cut_metrics(self.path, step)
-            self.weights = [line[WEIGHT] for line in _lines(self.path) if WEIGHT in line]
-        else:
-            self.path.unlink(missing_ok=True)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
-        super().on_log(args, state, control, logs, **more)
-        self.loss = (logs or {}).get("train_loss", self.loss)
-        if WEIGHT in (logs or {}):
-            self.weights.append((logs or {})[WEIGHT])
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps = state.global_step
-
-    def facts(self) -> dict[str, Any]:
-        """Optimizer steps, mean loss; of pairs also w(θ) in the first and the last log."""
-        found: dict[str, Any] = {"steps": self.steps, "loss": self.loss}
-        return found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})
+def check_rows(recipe: RoundsRecipe, rows: Any) -> None:
+    """ValueError for rows that the recipe cannot be run on."""
+    if recipe.keep is not None and recipe.keep.gold and GOLD not in rows.column_names:
+        raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {rows.column_names}")
+    asked = recipe.rounds.questions
+    if asked is not None and asked > len(rows):
+        raise ValueError(
+            f"`rounds.questions` is {asked} and `data` has {len(rows)} rows; ask fewer, or leave it out for all"
+        )
 
 
-def _sample_facts(lines: list[dict[str, Any]], asked: int) -> dict[str, Any]:
-    """Tokens: of the texts, and one for each end that was written."""
-    each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
-    cut = sum(line["cut"] or 0 for line in lines)
-    scored = [score for _, score in each if score is not None]
-    right = [length for length, score in each if score is not None and score >= CORRECT_FROM]
-    return {
-        "questions": asked,
-        "left_out": asked - len(lines),
-        "samples": len(each),
-        "right_share": len(right) / len(scored) if scored else None,
-        "cut": cut,
-        "tokens": sum(length for length, _ in each) + len(each) - cut,
-        "mean_length": fmean(length for length, _ in each),
-        "mean_length_right": fmean(right) if right else None,
-    }
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    with file.open(encoding="utf-8", newline="\n") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def _finish(folder: Path, tokenizer: Any) -> None:
-    """The tokenizer, and without the pickled arguments of the trainer, which name this machine."""
-    tokenizer.save_pretrained(folder)
-    (folder / "training_args.bin").unlink(missing_ok=True)
-
-
-def _free() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when fewer are left."""
+    if asked is None:
+        return list(range(total))
+    lap, place = divmod(number - 1, total // asked)
+    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
+    return order[place * asked : (place + 1) * asked]

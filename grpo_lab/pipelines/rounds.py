@@ -13,9 +13,7 @@ from pathlib import Path
 
 from grpo_lab.runs.stage import At, Report, Stage, carry_out
 from grpo_lab.runs.stop import StopRequests
-
-MODEL = "model"
-"""Folder of the model that a round leaves."""
+from grpo_lab.stages.train import MODEL
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_lab.pipelines.in_words import count_of, model_of, settings_in_words, told
-from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, KeepSettings, RoundsRecipe
+from grpo_lab.pipelines.rounds_recipe import IMITATE, ContrastSettings, RoundsRecipe
+from grpo_lab.stages.select import Keep
 
 _SAMENESS = {
     "equations": "the list of their equations (their words, where there is none)",
@@ -38,7 +39,7 @@ def sample(recipe: RoundsRecipe, rows: int | None) -> str:
 
 def select(recipe: RoundsRecipe) -> str:
     if recipe.method in IMITATE:
-        keep = recipe.keep or KeepSettings()
+        keep = recipe.keep or Keep()
         most = "all" if keep.per_problem is None else f"at most {keep.per_problem}"
         said = f"right answers, one for each way of solving ({_SAMENESS[keep.distinct]}), {most} a problem"
         said += ", only those whose calculations hold" if keep.right_calculations else ""

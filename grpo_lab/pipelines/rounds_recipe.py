@@ -25,6 +25,7 @@ from grpo_lab.recipe.sections import (
 )
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Positive, Switch, one_of, read, settings
+from grpo_lab.stages.select import Contrast, Keep
 
 METHODS: dict[str, dict[str, Any]] = {
     "rft": {"rounds": {"count": 1, "train_from": "base"}, "keep": {"gold": True, "right_calculations": True}},
@@ -54,34 +55,13 @@ class RoundSettings:
 
 
 @settings()
-class KeepSettings:
-    """``keep``: which right answers are imitated (`right_answers`).
+class ContrastSettings(Contrast):
+    """``pairs``: which answers are held against each other, and against whom the gain is measured.
 
     Args:
-        per_problem: most answers a problem; None keeps all that differ.
-        distinct: what makes two answers one: the list of their ``equations``, their ``words``, or the ``text`` itself.
-        gold: the rows' ``worked_solution`` is learned beside the model's own answers.
-        right_calculations: an answer with an equation that does not hold is left out, right or not.
-    """
-
-    per_problem: Positive | None = None
-    distinct: Literal["equations", "words", "text"] = "equations"
-    gold: Switch = False
-    right_calculations: Switch = False
-
-
-@settings()
-class ContrastSettings:
-    """``pairs``: which answers are held against each other (`contrast_pairs`), and against whom the gain is measured.
-
-    Args:
-        per_problem: most pairs a problem; None: every answer that differs is in one.
-        distinct: as in ``keep``.
         reference: DPO's π₀: the model that the ``round`` began with (iterated DPO), or the start model (``base``) in all of them.
     """
 
-    per_problem: Positive | None = None
-    distinct: Literal["equations", "words", "text"] = "words"
     reference: Literal["round", "base"] = "round"
 
 
@@ -107,7 +87,7 @@ class RoundsRecipe:
     data: DataSection
     rounds: RoundSettings
     reward: Annotated[RewardSection, NULL_IS_DEFAULT] = STRICT_ACCURACY
-    keep: KeepSettings | None = None
+    keep: Keep | None = None
     pairs: ContrastSettings | None = None
     base: ModelSection | None = None
     cold_start: ColdStartSection | None = None

@@ -13,12 +13,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
 
-from grpo_lab.io import no_link, write_whole_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
 from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import written
@@ -132,15 +130,3 @@ def kept(recipe: Recipe) -> str:
         *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
     ]
     return f"{', '.join(found)} in {folder} (the same command goes on)"
-
-
-class MetricsFile(TrainerCallback):  # type: ignore[misc]
-    """Appends every log of the main process to ``metrics.jsonl``, with its step."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
-            with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
-                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")

@@ -23,9 +23,8 @@ from grpo_lab.io import check_place, is_local, write_json_lines
 from grpo_lab.pipelines import rounds_plan as words
 from grpo_lab.pipelines.in_words import count_of, told
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.round_parts import RoundParts
-from grpo_lab.pipelines.round_selection import check_rows
-from grpo_lab.pipelines.rounds import MODEL, Round, round_folder, rounds
+from grpo_lab.pipelines.round_parts import RoundParts, check_rows
+from grpo_lab.pipelines.rounds import Round, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
@@ -35,6 +34,7 @@ from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_
 from grpo_lab.runs.folder import read_marker, record_of, write_run
 from grpo_lab.runs.stage import Words, carry_out, plan_of, read_facts, working
 from grpo_lab.runs.stop import STOP_SETTINGS
+from grpo_lab.stages.train import MODEL
 from grpo_lab.trainer.supervised.cold_start import check_cold_start
 from grpo_lab.trainer.supervised.preference import check_training
 

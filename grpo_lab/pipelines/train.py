@@ -18,12 +18,13 @@ from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import rewards_in_force
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import going_on, refuse_another_run
-from grpo_lab.pipelines.run_folder import MetricsFile, claim, fingerprint, is_begun, refuse_folder
+from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import Recipe
 from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.runs.stop import Interrupted, asked_by_signals, ended_by_signals, heed_stop_file
 from grpo_lab.trainer.resume.whole import broken_weights
 

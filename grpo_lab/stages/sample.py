@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 from grpo_lab.curation import PassRate, Written, pass_rates
-from grpo_lab.io import no_link
+from grpo_lab.io import no_link, write_json_lines
 from grpo_lab.runs.stop import StopRequests
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+from grpo_lab.visible import encodable
+
+SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
+"""All samples; those made so far (gone when the former is there)."""
 
 
 class Sampler(Protocol):
@@ -21,6 +27,8 @@ class Sampler(Protocol):
     def written(self, prompts: Sequence[Any], n: int) -> list[list[Written]]: ...
 
     def rendered(self, prompt: Any) -> list[int]: ...
+
+    def tokens(self, completion: Any) -> int: ...
 
     def identity(self) -> dict[str, Any]: ...
 
@@ -50,6 +58,65 @@ def judged_samples(
         label=label,
         rendered=sampler.rendered,
     )
+
+
+def sample(
+    rows: Sequence[Mapping[str, Any]],
+    start: Callable[[], tuple[Sampler, Sequence[int]]],
+    reward: Any,
+    folder: Path,
+    stop: StopRequests,
+    said: Mapping[str, Any],
+    label: str,
+) -> list[dict[str, Any]]:
+    """`samples.jsonl` in ``folder``: a line a problem with its row's number, its completions, their scores and lengths in tokens.
+
+    Args:
+        start: loads the model: what samples, and the numbers of the ``rows`` that it is asked. Not called where the file is there.
+    """
+    file, progress = folder / SAMPLES, folder / SAMPLING
+    if not file.is_file():
+        sampler, asked = start()
+        trim_to_whole_batches(progress, sampler.settings.problems_per_save)
+        rates = judged_samples([rows[row] for row in asked], sampler, reward, progress, stop, said, label)
+        lines = [_line(row, rate, sampler) for row, rate in zip(asked, rates, strict=True)]
+        write_json_lines(file, lines)
+    progress.unlink(missing_ok=True)
+    return read_lines(file)
+
+
+def _line(row: int, rate: PassRate, sampler: Sampler) -> dict[str, Any]:
+    return {
+        "row": row,
+        "scores": list(rate.scores),
+        "lengths": [sampler.tokens(one) for one in rate.completions or ()],
+        "cut": rate.cut,
+        "completions": [encodable(one) for one in rate.completions or ()],
+    }
+
+
+def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> dict[str, Any]:
+    """Tokens: of the texts, and one for each end that was written."""
+    each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
+    cut = sum(line["cut"] or 0 for line in lines)
+    scored = [score for _, score in each if score is not None]
+    right = [length for length, score in each if score is not None and score >= CORRECT_FROM]
+    return {
+        "questions": asked,
+        "left_out": asked - len(lines),
+        "samples": len(each),
+        "right_share": len(right) / len(scored) if scored else None,
+        "cut": cut,
+        "tokens": sum(length for length, _ in each) + len(each) - cut,
+        "mean_length": fmean(length for length, _ in each),
+        "mean_length_right": fmean(right) if right else None,
+    }
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """A file of JSON, an object a line."""
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def problems_in(file: Path) -> int:

@@ -20,6 +20,7 @@ from grpo_lab.cli import _parser
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.runner import pipeline_from
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
@@ -70,7 +71,7 @@ def _grpo_lab(words: list[str]) -> None:
         if end.code == 0:  # --help, --version
             return
         raise ValueError(f"grpo-lab {' '.join(words)}: the argument parser refuses it") from end
-    if known.command in ("train", "curate", "long2short", "rounds"):
+    if known.command in ("train", "curate", "long2short", "rounds", "pipeline"):
         _recipe(known.command, known.config, rest)
     elif rest:
         raise ValueError(f"grpo-lab {known.command} knows no {rest}")
@@ -86,6 +87,7 @@ def _recipe(command: str, path: str, words: list[str]) -> None:
         lab_config(numbers_read(read_recipe(ROOT / path, {**given, **ON_CPU})))
     else:
         read: Any = {"curate": curation_recipe_from, "long2short": long2short_recipe_from, "rounds": rounds_recipe_from}
+        read["pipeline"] = pipeline_from
         read[command](read_yaml(ROOT / path, overrides), Path(path).stem)
 
 

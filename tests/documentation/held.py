@@ -34,6 +34,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab train --config R --resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
+    "grpo-lab pipeline *": "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs",
     "grpo-lab rounds * --dry-run": "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind",
     "grpo-lab rounds *po_rounds.yaml*": f"{ROUNDS}test_pairs_by_rounds_and_more_rounds_than_were_asked_for",
     "grpo-lab rounds *": f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte",

@@ -64,7 +64,7 @@ def in_train() -> None:
         if self.path.parent.name == ROUND:
             die()
 
-    round_parts._Counted.on_step_end = on_step_end  # type: ignore[method-assign]
+    round_parts.TrainingFacts.on_step_end = on_step_end  # type: ignore[method-assign]
 
 
 def in_evaluate() -> None:
@@ -102,7 +102,7 @@ def asked_in_train() -> None:
         if self.path.parent.name == ROUND and state.global_step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    round_parts._Counted.on_pre_optimizer_step = on_pre_optimizer_step  # type: ignore[method-assign]
+    round_parts.TrainingFacts.on_pre_optimizer_step = on_pre_optimizer_step  # type: ignore[method-assign]
 
 
 def asked_again_in_train() -> None:
@@ -113,7 +113,7 @@ def asked_again_in_train() -> None:
         if self.path.parent.name == ROUND and state.global_step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    round_parts._Counted.on_step_begin = on_substep_end  # type: ignore[method-assign]
+    round_parts.TrainingFacts.on_step_begin = on_substep_end  # type: ignore[method-assign]
 
 
 def asked_in_evaluate() -> None:

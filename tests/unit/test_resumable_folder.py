@@ -21,12 +21,13 @@ from safetensors.torch import save_file
 
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import cut_metrics, going_on, refuse_another_run, set_aside
+from grpo_lab.pipelines.resume import going_on, refuse_another_run, set_aside
 from grpo_lab.pipelines.run_folder import claim, is_begun
 from grpo_lab.pipelines.train import _before, train
 from grpo_lab.recipe.sections import Recipe, recipe_from
 from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import read_marker, write_run
+from grpo_lab.runs.metrics_file import cut_metrics
 from grpo_lab.runs.stop import Interrupted, heed_stop_file
 from grpo_lab.trainer.resume.state import STATE, write_state
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken
