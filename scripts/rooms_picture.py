@@ -52,6 +52,7 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
             "io": "whole files",
             "finite": "where NaN is",
             "visible": "text fit to show",
+            "signals": "who hears them",
         },
     ),
 )
