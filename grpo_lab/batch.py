@@ -20,7 +20,7 @@ formed; callers therefore make inputs safe first (``safe``), compute, then selec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,9 +59,6 @@ class TokenBatch:
     def ratio(self) -> Tensor:
         """Importance ratio π_θ/π_old at the objective's level, ``[B, T]`` or ``[B, 1]``."""
         return self.log_ratio.exp()
-
-    def with_log_ratio(self, log_ratio: Tensor) -> TokenBatch:
-        return replace(self, log_ratio=log_ratio)
 
 
 @dataclass(frozen=True)

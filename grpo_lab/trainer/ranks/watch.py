@@ -4,10 +4,9 @@ half of `ddp_timeout` at one place     a warning on each rank that has been ther
 nine tenths                            again (with NCCL the process is then ended by NCCL's own watchdog)
 the end                                ``RankLost`` where torch raises: gloo, and NCCL with ``TORCH_NCCL_BLOCKING_WAIT=1``
 
-Where a rank is, it writes every few seconds into the store through which the ranks found each other, by a client of its own (that of
-torch's process group may be held by whoever waits in it). It is read when something is wrong; a step sends nothing.
-
-``ddp_timeout`` holds on CPU ranks, too: transformers 5.17 hands it to torch where there is an accelerator and nowhere else.
+Each rank writes one short text every few seconds into the store through which the ranks found each other, through a client of its own
+(torch's may be held by whoever waits in it); it is read when something is wrong, and a step sends nothing. ``ddp_timeout`` holds on CPU
+ranks, too: transformers 5.17 hands it to torch only where there is an accelerator.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """A checkpoint is there whole, under its name, or not at all: whoever reads the folder never meets half of one.
 
-transformers and TRL write file by file into ``checkpoint-N``; killed in between, that is the newest checkpoint, and a resume fails or goes
-on from it. Here everything (theirs, ours, a critic, the shards of every rank) goes into ``_saving/checkpoint-N``. When all ranks are done the
-list of files (``grpo_lab_checkpoint.json``) is written, all of it brought to the disk, and the folder moved to its name: one rename.
-After that, as ever: the push to the hub, and the pruning of old ones (``save_total_limit``).
+transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, the shards of every rank) goes
+into ``_saving/checkpoint-N``; when all ranks are done the list of files (``grpo_lab_checkpoint.json``) is written, all of it brought to
+the disk, and the folder moved to its name: one rename. After that come the push to the hub and the pruning of old ones. On nodes that
+share no file system each node's first process moves what lies on its own disk.
 
-A rank that cannot write (disk full, folder read-only) stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints
-are as they were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside a
-collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
+A rank that cannot write stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints are as they were. With FSDP
+or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside a collective of the saving
+itself: there the rank's error ends its process, and the launcher ends the rest.
 
-On nodes that share no file system each node's first process moves what lies on its own disk.
-
-The configuration as a checkpoint's ``training_args.bin`` can hold it.
-
-HF pickles ``args`` with every save. A part given as an object travels in them, and lambdas, closures and objects of local classes
-cannot be pickled. In the file such a part stands under its name; the run itself keeps the object, and a resume gets its parts from
-the script that resumes, as it always does. Whoever loads the file and trains with it is told which part it lacks.
+HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) stands in the file under its
+name (``picklable``); the script that resumes brings the part.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
 """Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the checkpoint.
 
-Where a generation batch serves several optimizer steps (``steps_per_generation · num_iterations`` micro-batches E, of which a step
-takes ``gradient_accumulation_steps``) a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are still to
-be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run starts at ``_step`` = 0, generates
-the prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is shifted.
+A generation batch serves ``steps_per_generation · num_iterations`` micro-batches E, of which a step takes
+``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are still to be
+trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the prompts of the batch again
+with a newer policy, trains on them for E micro-batches more, and every later generation is shifted.
 
 Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss since the last log.
-Inside a batch each rank writes its micro-batches beside it (``grpo_lab_generation_<rank>.safetensors``).
-
-What a resume does with them:
-
-    files fit the run            goes on where the checkpoint was written: same weights, losses and metrics
-    no such entry                (stock TRL, an earlier version) one warning if it is inside a batch; then as TRL does
-    the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
-    files damaged or missing     ``ValueError`` on every rank: nothing else is left of that batch
-
-Nested lists and dicts of tensors → one flat table of tensors and a description in JSON, and back to the bit.
-
-What a generation batch consists of: micro-batches (dicts) of tensors, None, numbers and lists of them. Nothing is pickled.
-One tensor object that stands in several places (``num_items_in_batch`` of all micro-batches) is stored once and is one object
+Inside a batch each rank writes its micro-batches beside it (``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and
+a description in JSON (``flattened``). A tensor that stands in several places (``num_items_in_batch``) is stored once and is one object
 again afterwards: the exact update asks by ``is`` whether micro-batches come from one generation batch.
+
+    the entry fits the run       goes on where the checkpoint was written: same weights, losses and metrics
+    no entry                     (stock TRL, an early version) one warning if it is inside a batch; then as TRL does
+    the batch's shape changed    (world size, batch sizes, …) likewise: Trainer warns of changed arguments, and goes on
+    damaged or missing           ``ValueError`` on every rank: nothing else is left of that batch
 """
 
 from __future__ import annotations

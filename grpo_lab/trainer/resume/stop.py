@@ -13,17 +13,12 @@ due at that step is the resumed run's (``due_evaluation``). With several ranks o
 a checkpoint; so does, in a run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step. A stop file
 that is older than the process is of an earlier run: a training that begins at its first step removes it.
 
-HF's own answer to SIGTERM (transformers 5.17) comes three seconds later, inside whichever of its events is next: before the
-optimizer's step, where a resume has other completions, or before that step is logged. Ours takes its place.
+HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its events is next: before the optimizer's step, where a resume
+has other completions, or before that step is logged. Ours takes its place.
 
-An evaluation that was due at the step after which a run stopped on request: the resumed run makes it up before its first step.
-
-It would have come before the checkpoint and drawn from training's random numbers. A scheduler does not wait for an evaluation, so the
-checkpoint comes first and says that one is due; the resumed run evaluates as soon as it has the checkpoint's random numbers (at the
-end of an epoch that is before the next one's data loader draws from them), and goes on as the uninterrupted one did.
-
-The same of ``eval_strategy: epoch``, whose evaluation comes when the last step's checkpoint (``save_strategy: steps``) is written
-already: that checkpoint, too, says that one is due, for a run that is killed after it.
+An evaluation that was due at that step would have come before the checkpoint and drawn from training's random numbers. The checkpoint
+comes first and says that one is due; the resumed run makes it as soon as it has the checkpoint's random numbers. The same of
+``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last step is written before the evaluation.
 """
 
 from __future__ import annotations

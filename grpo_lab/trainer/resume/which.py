@@ -1,9 +1,7 @@
 """Which checkpoint a training goes on from: the newest that is whole and finite on every node, or the one that was asked for.
 
-A checkpoint whose tensors have other names than the model's own.
-
-transformers saves some models (LLaVA and other vision models) under the names of their first release and maps them when it reads them by
-``from_pretrained``; ``Trainer`` reads by the model's own names, finds none, warns, and goes on from the weights that the run began with.
+transformers saves some models (LLaVA and other vision models) under the names of their first release; ``Trainer`` reads by the model's
+own names, finds none, warns, and would go on from the weights that the run began with (``load_other_names``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Backwards and models as HF's loop, accelerate and DeepSpeed want them.
-
-TRL's reference, wherever it keeps it: a model of its own, or the adapter ``ref`` beside the one that is trained.
-
-What TRL has written into its logs, taken back or put right.
-"""
+"""Backwards as HF's loop, accelerate and DeepSpeed want them; TRL's reference, a model or the adapter ``ref``; TRL's logs put right."""
 
 from __future__ import annotations
 
