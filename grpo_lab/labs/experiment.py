@@ -93,7 +93,9 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     if waiting:
         experiment.prepare(options)
     with ThreadPoolExecutor(options.jobs) as pool:
-        failed = [why for why in pool.map(lambda cell: _in_own_process(*cell, options.folder), waiting) if why]
+        failed = [
+            why for why in pool.map(lambda cell: _in_own_process(cell[0], cell[1], options.folder), waiting) if why
+        ]
     if found := records(arms, options):
         print(f"\n{experiment.report(found, options)}", flush=True)
     if failed:
