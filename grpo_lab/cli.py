@@ -1,4 +1,4 @@
-"""The command line: quickstart, train, curate, long2short, rounds, evaluate, serve, report, compare."""
+"""The command line: one table of commands. What a command needs is loaded when it is used."""
 
 from __future__ import annotations
 
@@ -8,23 +8,112 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo_lab.pipelines.named_objects import working_folder_on_path
+from grpo_lab.registry import working_folder_on_path
 from grpo_lab.visible import VisibleFormatter, visible
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
+EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
     "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
 )
+OVERRIDES = (
+    "Every setting of the recipe can be replaced by --key value (or --key=value), one in a section by its "
+    "place: --output_dir runs/mine --data.limit 100 --evaluation.data.n 50. A switch may stand without a value."
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. What it does stands as ``module:function`` below ``grpo_lab``.
+
+    Attributes:
+        run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
+        options: gets the parser of a command that reads no recipe.
+        read: of a pipeline: a recipe's file and overrides → the recipe; plan: what ``--dry-run`` shows of it;
+            kept: what Ctrl-C left of it, in words.
+        recipes: where its recipes lie; empty: it has one of its own.
+        resumes: whether it takes ``--resume``.
+        verbose: whether it takes ``--verbose``, and is quiet without.
+    """
+
+    help: str
+    run: str
+    options: str = ""
+    read: str = ""
+    plan: str = ""
+    kept: str = ""
+    recipes: str = ""
+    resumes: bool = False
+    verbose: bool = True
+
+
+_TRAINING: Any = {
+    "run": "pipelines.train:train",
+    "read": "recipe.sections:read_recipe",
+    "plan": "pipelines.dry_run:plan_of_training",
+    "kept": "pipelines.run_folder:kept",
+    "resumes": True,
+}
+COMMANDS = {
+    "quickstart": Command("learn to work answers out, on two CPU cores without network", **_TRAINING),
+    "train": Command(
+        "run a recipe: rows, cold start, reinforcement, evaluation, report", recipes="recipes/", **_TRAINING
+    ),
+    "curate": Command(
+        "choose training rows: pass rates and filters; goes on where it was killed",
+        run="pipelines.curate:curate",
+        read="pipelines.curation_recipe:read_curation_recipe",
+        plan="pipelines.curate:plan_of_curation",
+        kept="pipelines.curate:kept",
+        recipes="recipes/kimi/curate.yaml",
+    ),
+    "long2short": Command(
+        "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
+        run="pipelines.long2short:long2short",
+        read="pipelines.long2short_recipe:read_long2short_recipe",
+        plan="pipelines.long2short:plan_of_long2short",
+        kept="pipelines.long2short:kept",
+        recipes="recipes/kimi/long2short_*.yaml",
+    ),
+    "rounds": Command(
+        "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
+        run="pipelines.run_rounds:run_rounds",
+        read="pipelines.rounds_recipe:read_rounds_recipe",
+        plan="pipelines.run_rounds:plan_of_rounds",
+        kept="pipelines.run_rounds:kept",
+        recipes="recipes/quickstart/expert_iteration.yaml",
+    ),
+    "evaluate": Command(
+        "greedy and sampled accuracy of a model with a 95%% interval",
+        run="pipelines.evaluate:run",
+        options="pipelines.evaluate:add_arguments",
+    ),
+    "report": Command(
+        "write the HTML page of a run, or of a comparison, anew",
+        run="cli:_report",
+        options="cli:_report_options",
+        verbose=False,
+    ),
+    "compare": Command(
+        "two or more runs side by side: table, curves, paired test",
+        run="cli:_compare",
+        options="cli:_compare_options",
+        verbose=False,
+    ),
+    "serve": Command(
+        "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
+        run="cli:_serve",
+        options="engines.vllm.serve:add_arguments",
+        verbose=False,
+    ),
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,7 +124,7 @@ def main(words: Sequence[str] | None = None) -> int:
     checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
     working_folder_on_path()
-    parser = _parser()
+    parser = _parser(sys.argv[1:] if words is None else words)
     known, rest = parser.parse_known_args(words)
     if words is None and getattr(known, "dry_run", False):
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
@@ -48,30 +137,41 @@ def main(words: Sequence[str] | None = None) -> int:
         "transformers",
         "absl",
         *(() if known.verbose else ("vllm",)),
-    ):  # said at its import
+    ):  # at their import
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if rest and known.command not in PIPELINES:
+    if rest and not COMMANDS[known.command].read:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return int(known.run(known, rest) or 0)
-    except (ValueError, ConnectionError, FloatingPointError) as error:  # a mistake, a server that is gone, NaN
-        if known.traceback:
-            raise
-        said = " ".join(str(error).split()) if isinstance(error, ValueError) else error  # libraries write paragraphs
-        _say(f"error: {said}")
-        return 2 if isinstance(error, ValueError) else 4 if isinstance(error, FloatingPointError) else 3
-    except OSError as error:
-        from grpo_lab.runs.folder import FolderGone
-
-        if known.traceback or not (isinstance(error, FolderGone) or error.errno in NO_ROOM):
-            raise
-        gone = isinstance(error, FolderGone)
-        _say(f"error: {error}{'' if gone else '. Mend that; what was written before stays, and can be gone on with'}")
-        return 74
+        return _run(COMMANDS[known.command], known, rest)
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise
         return _stopped(stop)
+    except Exception as error:
+        code, said = _code_of(error)
+        if code == 0 or (known.traceback and code != EXIT_INTERRUPTED):
+            raise
+        if code != EXIT_INTERRUPTED or int(os.environ.get("RANK", "0")) == 0:  # every process is asked to stop
+            _say(said)
+        return code
+
+
+def _code_of(error: Exception) -> tuple[int, str]:
+    """The exit code and the line for what ended a command; 0 for a fault of ours, which shows its traceback."""
+    if isinstance(error, ValueError):
+        return 2, f"error: {' '.join(str(error).split())}"  # libraries write paragraphs
+    from grpo_lab.runs.folder import FolderGone
+    from grpo_lab.runs.stop import Interrupted
+    from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
+
+    if isinstance(error, Interrupted):
+        return EXIT_INTERRUPTED, str(error)
+    for kind, code in ((CheckpointNotWritten, 74), (FolderGone, 74), (ConnectionError, 3), (FloatingPointError, 4)):
+        if isinstance(error, kind):
+            return code, f"error: {error}"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return 74, f"error: {error}. Mend that; what was written before stays, and can be gone on with"
+    return 0, ""
 
 
 def _say(words: str) -> None:
@@ -87,115 +187,85 @@ def _stopped(stop: KeyboardInterrupt) -> int:
     return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with ``words`` only a command that stands among them has its options."""
+    from grpo_lab import __version__
+
     parser = argparse.ArgumentParser(
         prog="grpo-lab", description="Reinforcement learning from verifiable rewards, on TRL."
     )
-    from grpo_lab import __version__
-
     parser.add_argument("--version", action="version", version=f"grpo-lab {__version__}")
     parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
     parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_pipelines(commands)
-    _add_measuring(commands)
-
-    from grpo_lab.engines.vllm import serve
-
-    server = commands.add_parser("serve", help="a vLLM server at 127.0.0.1 for `vllm_mode: server`")
-    serve.add_arguments(server)
-    server.set_defaults(run=_serve)
-    for command in commands.choices.values():  # after the command, too; SUPPRESS: its default is the one above
-        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
-    for name in (*PIPELINES, "evaluate"):
-        command = commands.choices[name]
-        command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.help, **_pipeline_words(name, command))
+        if words is not None and name not in words:
+            continue
+        if command.read:
+            _add_pipeline(own, command)
+        else:
+            _load(command.options)(own)
+        # after the command, too; SUPPRESS: its default is the one above
+        own.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
+        if command.verbose:
+            own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
 
 
-#: command → what it does, and the recipe to look at
-PIPELINES = {
-    "quickstart": ("learn to work answers out, on two CPU cores without network", ""),
-    "train": ("run a recipe: rows, cold start, reinforcement, evaluation, report", "recipes/"),
-    "curate": ("choose training rows: pass rates and filters; goes on where it was killed", "recipes/kimi/curate.yaml"),
-    "long2short": (
-        "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
-        "recipes/kimi/long2short_*.yaml",
-    ),
-    "rounds": (
-        "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        "recipes/quickstart/expert_iteration.yaml",
-    ),
-}
-OVERRIDES = (
-    "Every setting of the recipe can be replaced by --key value (or --key=value), one in a section by its "
-    "place: --output_dir runs/mine --data.limit 100 --evaluation.data.n 50. A switch may stand without a value."
-)
+def _pipeline_words(name: str, command: Command) -> dict[str, Any]:
+    if not command.read:
+        return {"allow_abbrev": name != "evaluate"}
+    asks = "--config RECIPE " if command.recipes else ""
+    return {
+        "usage": f"grpo-lab {name} {asks}[options] [--key value …]",
+        "description": f"{command.help}. {OVERRIDES}",
+    }
 
 
-def _add_pipelines(commands: Commands) -> None:
-    """What a recipe describes."""
-    handlers = (_quickstart, _train, _curate, _long2short, _rounds)
-    for (name, (what, recipe)), run in zip(PIPELINES.items(), handlers, strict=True):
-        asks = "" if run is _quickstart else "--config RECIPE "
-        usage = f"grpo-lab {name} {asks}[options] [--key value …]"
-        command = commands.add_parser(name, help=what, description=f"{what}. {OVERRIDES}", usage=usage)
-        if asks:
-            command.add_argument("--config", required=True, metavar="RECIPE", help=f"a recipe, see {recipe}")
-        command.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-        command.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
-        if run in (_quickstart, _train):
-            command.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
-        command.set_defaults(run=run)
+def _add_pipeline(parser: argparse.ArgumentParser, command: Command) -> None:
+    if command.recipes:
+        parser.add_argument("--config", required=True, metavar="RECIPE", help=f"a recipe, see {command.recipes}")
+    parser.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
+    if command.resumes:
+        parser.add_argument("--resume", action="store_true", help="go on with this run from its last checkpoint")
 
 
-def _add_measuring(commands: Commands) -> None:
-    """What looks at what is there: evaluate, report, compare."""
-    from grpo_lab.pipelines import evaluate
-
-    measured = commands.add_parser(
-        "evaluate", help="greedy and sampled accuracy of a model with a 95%% interval", allow_abbrev=False
-    )
-    evaluate.add_arguments(measured)
-    measured.set_defaults(run=_evaluate)
-
-    report = commands.add_parser("report", help="write the HTML page of a run, or of a comparison, anew")
-    report.add_argument("run_dir", type=Path, help="output folder of any command, or the page of `compare`")
-    report.set_defaults(run=_report)
-
-    compare = commands.add_parser("compare", help="two or more runs side by side: table, curves, paired test")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders; the first is the baseline")
-    compare.add_argument(
-        "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
-    )
-    compare.set_defaults(run=_compare)
+def _load(name: str) -> Callable[..., Any]:
+    """``module:function``, loaded when it is needed."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"grpo_lab.{module}"), function)
+    return found
 
 
-def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
-    from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
-
-    known.config = str(shipped_recipe(QUICKSTART))
-    print(f"recipe: {known.config}", flush=True)
-    return _train(known, rest)
-
-
-def _with_recipe(read: str, plan: str, run: str, kept: str, known: argparse.Namespace, rest: list[str]) -> int:
-    """The recipe of the command line, planned (``--dry-run``) or run, by functions of the pipelines."""
+def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
+    """The command; of a pipeline the recipe, planned (``--dry-run``) or run."""
+    if not command.verbose:
+        return int(_load(command.run)(known) or 0)
     from grpo_lab.pipelines.console_noise import quiet
-    from grpo_lab.pipelines.in_words import show
-    from grpo_lab.pipelines.recipe_file import parse_overrides
 
-    recipe = _pipeline(read)(known.config, parse_overrides(rest))
+    if not command.read:
+        with quiet(known.verbose):
+            return int(_load(command.run)(known))
+    from grpo_lab.pipelines.in_words import show
+    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, shipped_recipe
+
+    if not command.recipes:
+        known.config = str(shipped_recipe(QUICKSTART))
+        print(f"recipe: {known.config}", flush=True)
+    recipe = _load(command.read)(known.config, parse_overrides(rest))
     flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
-    if not known.dry_run:
+    with quiet(known.verbose):
+        if known.dry_run:
+            show(recipe.name, _load(command.plan)(recipe, **flags))
+            return 0
         try:
-            return _to_its_end(known, lambda: _pipeline(run)(recipe, **flags))
+            _load(command.run)(recipe, **flags)
         except KeyboardInterrupt as stop:
             if hasattr(stop, "what"):
                 raise
-            raise _with_words(lambda: _pipeline(kept)(recipe)) from stop
-    with quiet(known.verbose):
-        show(recipe.name, _pipeline(plan)(recipe, **flags))
+            raise _with_words(lambda: _load(command.kept)(recipe)) from stop
     return 0
 
 
@@ -209,82 +279,37 @@ def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
         return StoppedByUser(NOTHING)
 
 
-def _pipeline(name: str) -> Any:
-    """``module:function``, loaded when it is needed."""
-    module, _, function = name.partition(":")
-    return getattr(import_module(f"grpo_lab.pipelines.{module}"), function)
-
-
-_train = partial(_with_recipe, "recipe:read_recipe", "dry_run:plan_of_training", "train:train", "run_folder:kept")
-_curate = partial(
-    _with_recipe, "curation_recipe:read_curation_recipe", "curate:plan_of_curation", "curate:curate", "curate:kept"
-)
-_long2short = partial(
-    _with_recipe,
-    "long2short_recipe:read_long2short_recipe",
-    "long2short:plan_of_long2short",
-    "long2short:long2short",
-    "long2short:kept",
-)
-_rounds = partial(
-    _with_recipe,
-    "rounds_recipe:read_rounds_recipe",
-    "run_rounds:plan_of_rounds",
-    "run_rounds:run_rounds",
-    "run_rounds:kept",
-)
-
-
-def _to_its_end(known: argparse.Namespace, run: Callable[[], Any]) -> int:
-    """``run``, and the exit code where it was asked to stop, or could not keep what it had."""
-    from grpo_lab.pipelines.console_noise import quiet
-    from grpo_lab.runs.stop import EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, Interrupted
-    from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
-
-    try:
-        with quiet(known.verbose):
-            run()
-    except Interrupted as stop:
-        if int(os.environ.get("RANK", "0")) == 0:  # every process has it
-            _say(str(stop))
-        return EXIT_INTERRUPTED
-    except CheckpointNotWritten as error:
-        if known.traceback:
-            raise
-        _say(f"error: {error}")
-        return EXIT_NOT_WRITTEN
-    return 0
-
-
-def _serve(known: argparse.Namespace, _: list[str]) -> int:
+def _serve(known: argparse.Namespace) -> int:
     from grpo_lab.engines.vllm import serve
 
     return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
 
 
-def _evaluate(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.pipelines import evaluate
-    from grpo_lab.pipelines.console_noise import quiet
-
-    with quiet(known.verbose):
-        return evaluate.run(known)
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="output folder of any command, or the page of `compare`")
 
 
-def _report(known: argparse.Namespace, _: list[str]) -> int:
+def _report(known: argparse.Namespace) -> None:
     from grpo_lab.evaluation import write_report
 
     print(f"report: {write_report(known.run_dir)}")
-    return 0
 
 
-def _compare(known: argparse.Namespace, _: list[str]) -> int:
-    from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders; the first is the baseline")
+    parser.add_argument(
+        "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
+    )
+
+
+def _compare(known: argparse.Namespace) -> None:
+    from grpo_lab.evaluation.comparison import compare
+    from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
 
     found = compare(known.runs)
     page = write_comparison(found, known.output)
     print_comparison(found)
     print(f"comparison: {page}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the first
 ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
 
-Also JSON, whole and in lines, and how many cores this process may use.
+Also JSON, whole and in lines; whether a name is a folder here or one on the hub; how many cores this process may use.
 """
 
 from __future__ import annotations
@@ -128,3 +128,29 @@ def _to_disk(path: Path) -> None:
 def own_cores() -> int:
     """Those that it is bound to (containers, ``taskset``), where the system says so; all of the machine elsewhere."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def is_local(path: str | None) -> bool:
+    """Whether a model or data set is a folder here rather than a hub name."""
+    return bool(path) and Path(str(path)).is_dir()
+
+
+def looks_local(path: str) -> bool:
+    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def check_place(path: str, where: str = "model.path") -> str:
+    """``path`` of a saved model or a hub name, looked at where it is local.
+
+    ValueError for a folder that is not there, or holds no model.
+    """
+    if not is_local(path):
+        if not path or looks_local(path):
+            raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")
+    elif not any((Path(path) / name).is_file() for name in MODEL_FILES):
+        raise ValueError(f"`{where}` is {path!r}: the folder holds no model (neither {' nor '.join(MODEL_FILES)})")
+    return path

@@ -6,7 +6,10 @@ A part is a dataclass whose instances are callable (its fields are its knobs), a
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from grpo_lab.settings import did_you_mean
@@ -95,3 +98,35 @@ def address(part: Any) -> str:
     """``module.name`` of a class or function, of its class for an object."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def working_folder_on_path() -> str:
+    """Put the working folder first on ``sys.path``, as TRL's scripts do: a console script's own folder stands there."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return here
+
+
+def load_named(reference: str, where: str) -> Any:
+    """The object at ``"package.module:attribute"``.
+
+    Raises:
+        ValueError: another form, no such module or attribute; says where it was looked for.
+    """
+    module, _, attribute = reference.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"`{where}` is {reference!r}; it must be 'module:attribute'")
+    here = working_folder_on_path()
+    try:
+        loaded = import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder "
+            f"{here} and among the installed packages; PYTHONPATH adds further folders)"
+        ) from error
+    try:
+        return getattr(loaded, attribute)
+    except AttributeError as error:
+        place = getattr(loaded, "__file__", None) or "a folder without __init__.py"
+        raise ValueError(f"`{where}` is {reference!r}, and {place} has no {attribute!r}") from error

@@ -17,9 +17,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import evaluate
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
-from grpo_lab.pipelines.rows import load_rows
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import DataSection, Recipe, RewardSection
 from grpo_lab.settings import read
 
 Point = dict[str, float]
@@ -32,7 +33,7 @@ def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
     if not (start / "tokenizer_config.json").is_file():
         if recipe.cold_start is None:
             raise ValueError(f"recipe {recipe.name!r} has no `cold_start` to share among the arms")
-        model, tokenizer = parts.load_model(recipe.model, seed)
+        model, tokenizer = load_model(recipe.model, seed)
         rows = load_rows(recipe.cold_start.data, "cold_start.data")
         settings = {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
         cold_start(model, tokenizer, rows, start, settings)

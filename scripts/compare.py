@@ -39,8 +39,8 @@ from grpo_lab.labs.experiment import (
     spread,
     table,
 )
-from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.rewards import EquationSteps, LanguageConsistencyReward, SortingReward
 from grpo_lab.rewards.completion import completion_text
 

@@ -35,10 +35,11 @@ from grpo_lab.labs.experiment import (
     parser,
     spread,
 )
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import read_recipe
-from grpo_lab.pipelines.rows import load_rows
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "recipes/quickstart/dr_grpo.yaml"
@@ -132,7 +133,7 @@ def by_trainer(arm: Arm, seed: int, output: Path, options: Options) -> list[Poin
     changes["callbacks"] = [{**watch, "data": held_out_rows(options), "max_new_tokens": TOKENS}]
     recipe = read_recipe(ROOT / arm.recipe, changes)
     train(recipe)
-    made = parts.lab_config(parts.numbers_read(recipe)).generation_batch_size
+    made = lab_config(numbers_read(recipe)).generation_batch_size
     return points_of(output, made)
 
 
@@ -165,7 +166,7 @@ def by_solutions(arm: Arm, seed: int, output: Path, options: Options) -> list[Po
     from grpo_lab.trainer.supervised.cold_start import cold_start
 
     recipe = read_recipe(ROOT / arm.recipe, {**changes_asked(options), "data.seed": seed})
-    model, tokenizer = parts.load_model(
+    model, tokenizer = load_model(
         read_recipe(ROOT / QUICK, {"model": {"path": str(options.folder / "cold_start")}}).model, seed
     )
     output.mkdir(parents=True, exist_ok=True)

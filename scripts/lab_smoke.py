@@ -26,8 +26,8 @@ from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import changes_asked, markdown
 from grpo_lab.objectives import PRESETS
-from grpo_lab.pipelines.recipe import read_recipe
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import read_recipe
 
 QUICK = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
 ROWS = 64

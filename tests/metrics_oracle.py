@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM
 
 from grpo_lab import LabTrainer
-from scripted_rollout import ScriptedRollout
+from grpo_lab.testing.rollouts import ScriptedRollout
 
 Row = dict[str, Any]
 

@@ -41,11 +41,12 @@ ALLOWED: dict[str, set[str]] = {
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
     "trainer": BASE | MIDDLE | {"finite", "io", "signals", "verifiers", "sandbox"},
     "evaluation": UPPER,
-    "runs": UPPER | {"evaluation"},
-    "stages": UPPER | {"evaluation", "runs"},
-    "pipelines": UPPER | {"evaluation", "testing", "runs", "stages"},
-    "labs": UPPER | {"evaluation", "pipelines", "runs"},
-    "cli": UPPER | {"evaluation", "testing", "pipelines", "runs"},
+    "recipe": UPPER | {"testing"},
+    "runs": UPPER | {"evaluation", "recipe"},
+    "stages": UPPER | {"evaluation", "recipe", "runs"},
+    "pipelines": UPPER | {"evaluation", "testing", "recipe", "runs", "stages"},
+    "labs": UPPER | {"evaluation", "pipelines", "recipe", "runs"},
+    "cli": UPPER | {"evaluation", "testing", "pipelines", "recipe", "runs"},
     "__init__": {"trainer", "objectives", "advantages"},
     "__main__": {"cli"},
 }
@@ -57,7 +58,7 @@ PURE_THIRD_PARTY = {"torch", "numpy"}
 
 HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
 """Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are needed."""
-MAY_LOAD_HEAVY = {"trainer", "pipelines", "runs", "evaluation", "cli"}
+MAY_LOAD_HEAVY = {"trainer", "recipe", "runs", "pipelines", "evaluation", "cli"}
 OWN_PROCESS = {"verifiers/math_worker.py"}
 """Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
 HANDLERS = {"signals.py", "sandbox/fork_server.py", "sandbox/jail.py"}
@@ -242,6 +243,22 @@ def test_every_arrow_points_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def handed_a_recipe(source: str) -> bool:
+    """Whether a function of it has a parameter that is a whole ``Recipe`` of a training."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    given = [one.annotation for f in functions for one in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+    return any(isinstance(kind, ast.Name) and kind.id == "Recipe" for kind in given)
+
+
+def test_a_recipe_is_resolved_once_and_handed_to_few() -> None:
+    """Beyond ``recipe/`` a training has a ``Job``; the run's folder compares recipes, and the dry run puts one into words."""
+    handed = {p.relative_to(PACKAGE).as_posix() for p in package_files() if handed_a_recipe(p.read_text())}
+    beyond = {"pipelines/train.py", "pipelines/dry_run.py", "pipelines/run_folder.py", "pipelines/resume.py"}
+    assert {name for name in handed if not name.startswith("recipe/")} <= beyond
+    assert len(handed) <= 12
+    assert not handed_a_recipe("def f(job: Job) -> Recipe: ...")
+
+
 def test_every_room_has_a_row() -> None:
     assert {room_of(path) for path in package_files()} <= ALLOWED.keys()
 
@@ -263,8 +280,9 @@ def test_every_room_has_a_row() -> None:
         ("evaluation/x.py", "from trl import GRPOTrainer"),
         ("trainer/x.py", "from grpo_lab.pipelines import r1"),
         ("trainer/x.py", "from grpo_lab.testing import tiny_model"),
+        ("recipe/x.py", "from grpo_lab.pipelines import train"),
         ("runs/x.py", "from grpo_lab.stages import sample"),
-        ("stages/x.py", "from grpo_lab.pipelines import parts"),
+        ("stages/x.py", "from grpo_lab.pipelines import train"),
         ("batch.py", "from grpo_lab import registry"),
         ("attic/x.py", "from grpo_lab import batch"),
     ],
@@ -320,7 +338,7 @@ def test_importing_grpo_lab_does_not_even_load_torch() -> None:
 
 LAZY_SCRIPT = """
 import importlib
-for room in ("grpo_lab", "grpo_lab.rewards"):
+for room in ("grpo_lab",):
     module = importlib.import_module(room)
     for name in module.__all__:
         found = getattr(module, name)
@@ -347,7 +365,7 @@ def test_lazy_names_resolve() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("room", ["runs", "stages", "pipelines"])
+@pytest.mark.parametrize("room", ["recipe", "runs", "stages", "pipelines"])
 def test_the_upper_rooms_have_no_circle(room: str) -> None:
     """Imports inside functions count: two pipelines that need one thing share a file below both."""
     assert circles(graph_of(PACKAGE / room, ROOT)) == []

@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_lab.curation.sample_file import PassRate as PassRate
 from grpo_lab.curation.sample_file import Written as Written
-from grpo_lab.curation.sample_file import opened, progress_of, rate_of
+from grpo_lab.curation.sample_file import opened, progress_of
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
@@ -38,9 +38,7 @@ def pass_rates(
     *,
     path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    success_at: float = CORRECT_FROM,
     batch_size: int = 32,
-    prompt_column: str = "prompt",
     progress: bool = True,
     label: str = "pass rates",
     rendered: Rendered | None = None,
@@ -48,36 +46,35 @@ def pass_rates(
     """The pass rate of every problem, in the order of `problems`.
 
     Args:
-        problems: rows with the column `prompt_column`; every other column goes to `score`.
+        problems: rows with the column `prompt`; every other column goes to `score`.
         generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists, or `Written` ones).
-        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`.
+        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or more.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
         settings: what the samples depend on (model, temperature, …). Written into the file; a file with other
             settings is refused.
-        success_at: least score that counts as right.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         progress: show how far it is, under the name `label`.
         rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
-    _check(problems, n, batch_size, prompt_column)
+    _check(problems, n, batch_size)
     header = {
         "grpo_lab": "pass_rates",
         "n": n,
-        "success_at": success_at,
-        "prompt_column": prompt_column,
+        "success_at": CORRECT_FROM,
+        "prompt_column": "prompt",
         "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
     }
-    keys = [problem_key(p, None if rendered is None else rendered(p[prompt_column])) for p in problems]
+    keys = [problem_key(p, None if rendered is None else rendered(p["prompt"])) for p in problems]
     with opened(path, header) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
         todo, different = list(missing.items()), len(set(keys))
         with progress_of(different, different - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
-                results = _sample(list(batch.values()), generate, score, n, success_at, prompt_column)
+                results = _sample(list(batch.values()), generate, score, n)
                 named = dict(zip(batch, results, strict=True))
                 save(named)
                 done.update(named)
@@ -105,10 +102,8 @@ def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0
     return [rate is not None and low < rate < high for rate in rates]
 
 
-def _sample(
-    problems: list[Problem], generate: Generate, score: Score, n: int, success_at: float, prompt_column: str
-) -> list[PassRate]:
-    prompts = [problem[prompt_column] for problem in problems]
+def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -> list[PassRate]:
+    prompts = [problem["prompt"] for problem in problems]
     groups = generate(prompts, n)
     if len(groups) != len(prompts) or any(len(group) != n for group in groups):
         raise ValueError(
@@ -117,10 +112,8 @@ def _sample(
         )
     cuts = [_cut(group) for group in groups]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
-    names = dict.fromkeys(name for problem in problems for name in problem)
-    columns = {
-        name: [problem.get(name) for problem in problems for _ in range(n)] for name in names if name != prompt_column
-    }
+    names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
+    columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in names}
     given = score(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         completions=[completion for group in groups for completion in group],
@@ -128,8 +121,7 @@ def _sample(
     )
     scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
     return [
-        rate_of(tuple(scores[row * n : (row + 1) * n]), success_at, tuple(group), cuts[row])
-        for row, group in enumerate(groups)
+        PassRate(tuple(scores[row * n : (row + 1) * n]), tuple(group), cuts[row]) for row, group in enumerate(groups)
     ]
 
 
@@ -143,14 +135,12 @@ def _so_far(results: Iterable[PassRate]) -> str:
     return f"{successes / trials:.1%} right so far" if trials else "nothing scorable so far"
 
 
-def _check(problems: Sequence[Problem], n: int, batch_size: int, prompt_column: str) -> None:
+def _check(problems: Sequence[Problem], n: int, batch_size: int) -> None:
     if n < 1 or batch_size < 1:
         raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")
     for row, problem in enumerate(problems):
-        if prompt_column not in problem:
-            raise ValueError(
-                f"problem {row} has no column {prompt_column!r} (prompt_column); its columns: {sorted(problem)}"
-            )
+        if "prompt" not in problem:
+            raise ValueError(f"problem {row} has no column 'prompt'; its columns: {sorted(problem)}")
 
 
 ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"
@@ -163,34 +153,17 @@ def guess_rates(
     tries: int = 8,
     *,
     request: str = ANSWER_ONLY,
-    prompt_column: str = "prompt",
-    path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-    success_at: float = 1.0,
-    batch_size: int = 32,
-    progress: bool = True,
-    rendered: Rendered | None = None,
+    **how: Any,
 ) -> list[PassRate]:
-    """Pass rates of the problems with `request` added to every prompt; arguments as in `pass_rates`.
+    """Pass rates of the problems with `request` added to every prompt; ``how``: as in `pass_rates`.
 
     `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
     template's thinking has to be off.
     """
-    asked = [{**problem, prompt_column: answer_only(problem[prompt_column], request)} for problem in problems]
-    return pass_rates(
-        asked,
-        generate,
-        score,
-        tries,
-        path=path,
-        settings={**(settings or {}), "request": request},
-        success_at=success_at,
-        batch_size=batch_size,
-        prompt_column=prompt_column,
-        progress=progress,
-        label="guesses",
-        rendered=rendered,
-    )
+    asked = [{**problem, "prompt": answer_only(problem["prompt"], request)} for problem in problems]
+    made_with = {**(settings or {}), "request": request}
+    return pass_rates(asked, generate, score, tries, settings=made_with, label="guesses", **how)
 
 
 def guessable(rates: Sequence[PassRate]) -> list[bool]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import PassRate
+from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained
 
@@ -41,21 +42,19 @@ class Sampled:
             )
 
 
-def sampled(
-    problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length, prompt_column: str = "prompt"
-) -> list[Sampled]:
+def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length) -> list[Sampled]:
     """Problems and their `pass_rates` results as builders want them; `length` counts the tokens of a completion."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
-        columns = {name: value for name, value in problem.items() if name != prompt_column}
+        columns = {name: value for name, value in problem.items() if name != "prompt"}
         lengths = [length(completion) for completion in rate.completions]
-        rows.append(Sampled(problem[prompt_column], rate.completions, rate.scores, lengths, columns))
+        rows.append(Sampled(problem["prompt"], rate.completions, rate.scores, lengths, columns))
     return rows
 
 
-def shortest_correct(rows: Sequence[Sampled], success_at: float = 1.0) -> list[dict[str, Any]]:
+def shortest_correct(rows: Sequence[Sampled]) -> list[dict[str, Any]]:
     """SFT rows `prompt, completion, length, …columns`: the shortest right completion of every problem that has one."""
-    chosen = [(row, right[0]) for row in rows if (right := _shortest_first(row, success_at))]
+    chosen = [(row, right[0]) for row in rows if (right := _shortest_first(row))]
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
         for row, best in chosen
@@ -66,7 +65,6 @@ def preference_pairs(
     rows: Sequence[Sampled],
     ratio: float = 1.5,
     *,
-    success_at: float = 1.0,
     wrong_must_be_longer: bool = False,
     pairs_per_problem: int | None = None,
 ) -> list[dict[str, Any]]:
@@ -84,16 +82,12 @@ def preference_pairs(
     _check_limit(pairs_per_problem, "pairs_per_problem")
     built: list[dict[str, Any]] = []
     for row in rows:
-        right = _shortest_first(row, success_at)
+        right = _shortest_first(row)
         if not right:
             continue
         best = right[0]
         longer = [place for place in right[1:] if row.lengths[place] >= ratio * max(row.lengths[best], 1)]
-        wrong = [
-            place
-            for place in _wrong(row, success_at)
-            if not wrong_must_be_longer or row.lengths[place] > row.lengths[best]
-        ]
+        wrong = [place for place in _wrong(row) if not wrong_must_be_longer or row.lengths[place] > row.lengths[best]]
         rejected = [(place, "longer") for place in longer] + [(place, "wrong") for place in wrong]
         rejected = [(place, why) for place, why in rejected if row.completions[place] != row.completions[best]]
         rejected.sort(key=lambda pair: (-row.lengths[pair[0]], pair[0]))
@@ -143,7 +137,6 @@ def right_answers(
     same: Same = normalised,
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
-    success_at: float = 1.0,
 ) -> tuple[list[dict[str, Any]], Counts]:
     """SFT rows `prompt, completion, source` (``own`` or ``gold``), problem by problem, and what was counted.
 
@@ -159,7 +152,7 @@ def right_answers(
     built: list[dict[str, Any]] = []
     right = unsound = solved = ways = 0
     for row in rows:
-        good = [text_of(row.completions[place]) for place in _right(row, success_at)]
+        good = [text_of(row.completions[place]) for place in _right(row)]
         passed = [text for text in good if sound is None or sound(text)]
         reference = None if gold is None else _gold(row, gold)
         own = _ways(passed, same, reference)
@@ -178,7 +171,7 @@ def right_answers(
 
 
 def contrast_pairs(
-    rows: Sequence[Sampled], *, per_problem: int | None = None, same: Same = normalised, success_at: float = 1.0
+    rows: Sequence[Sampled], *, per_problem: int | None = None, same: Same = normalised
 ) -> tuple[list[dict[str, Any]], Counts]:
     """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and what was counted.
 
@@ -189,8 +182,8 @@ def contrast_pairs(
     built: list[dict[str, Any]] = []
     right = solved = ways = 0
     for row in rows:
-        places = _right(row, success_at)
-        chosen, rejected = _firsts(row, places, same), _firsts(row, _wrong(row, success_at), same)
+        places = _right(row)
+        chosen, rejected = _firsts(row, places, same), _firsts(row, _wrong(row), same)
         right, solved, ways = right + len(places), solved + bool(places), ways + len(chosen)
         if chosen and rejected:
             count = max(len(chosen), len(rejected))
@@ -247,17 +240,17 @@ def _pair(row: Sampled, chosen: int, rejected: int) -> dict[str, Any]:
     }
 
 
-def _right(row: Sampled, success_at: float) -> list[int]:
-    return [place for place, score in enumerate(row.scores) if score is not None and score >= success_at]
+def _right(row: Sampled) -> list[int]:
+    return [place for place, score in enumerate(row.scores) if score is not None and score >= CORRECT_FROM]
 
 
-def _wrong(row: Sampled, success_at: float) -> list[int]:
-    return [place for place, score in enumerate(row.scores) if score is not None and score < success_at]
+def _wrong(row: Sampled) -> list[int]:
+    return [place for place, score in enumerate(row.scores) if score is not None and score < CORRECT_FROM]
 
 
-def _shortest_first(row: Sampled, success_at: float) -> list[int]:
+def _shortest_first(row: Sampled) -> list[int]:
     """Places of the right completions; ties in the order they were sampled."""
-    return sorted(_right(row, success_at), key=lambda place: (row.lengths[place], place))
+    return sorted(_right(row), key=lambda place: (row.lengths[place], place))
 
 
 def _gold(row: Sampled, column: str) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
 
 @dataclass(frozen=True)
 class Written:
@@ -29,9 +31,12 @@ class PassRate:
     """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`)."""
 
     scores: tuple[float | None, ...]
-    successes: int
     completions: tuple[Any, ...]
     cut: int | None = None
+
+    @property
+    def successes(self) -> int:
+        return sum(score is not None and score >= CORRECT_FROM for score in self.scores)
 
     @property
     def trials(self) -> int:
@@ -46,13 +51,6 @@ class PassRate:
     def rate(self) -> float | None:
         """p̂, or None if no completion could be scored."""
         return self.successes / self.trials if self.trials else None
-
-
-def rate_of(
-    scores: tuple[float | None, ...], success_at: float, completions: tuple[Any, ...], cut: int | None
-) -> PassRate:
-    """The pass rate of these scores: one of at least `success_at` is right."""
-    return PassRate(scores, sum(score is not None and score >= success_at for score in scores), completions, cut)
 
 
 Save = Callable[[Mapping[str, PassRate]], None]
@@ -106,9 +104,7 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str
     done: dict[str, PassRate] = {}
     for row in parsed[1:good]:
         assert row is not None
-        done[row["key"]] = rate_of(
-            tuple(row["scores"]), header["success_at"], tuple(row["completions"]), row.get("cut")
-        )
+        done[row["key"]] = PassRate(tuple(row["scores"]), tuple(row["completions"]), row.get("cut"))
     return done
 
 

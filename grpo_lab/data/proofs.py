@@ -157,9 +157,17 @@ class _Grown:
 
 
 _BY = {
-    "&i": "both", "vi": "either", "->i": "implies", "~i": "refutes", "raa": "absurd", "~e": "contradicts", "->e": "applies",
-    "&e": "part_of", "~~e": "doubly_denied", "ve": "by_cases",
-}  # fmt: skip
+    "&i": "both",
+    "vi": "either",
+    "->i": "implies",
+    "~i": "refutes",
+    "raa": "absurd",
+    "~e": "contradicts",
+    "->e": "applies",
+    "&e": "part_of",
+    "~~e": "doubly_denied",
+    "ve": "by_cases",
+}
 
 
 def _written(goal: _Step) -> tuple[list[str], list[str]]:

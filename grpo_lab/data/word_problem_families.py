@@ -42,10 +42,8 @@ class Family:
     question: str
 
 
-NAMES = (
-    "Ann", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "James", "Kim", "Liam",
-    "Maria", "Noah", "Olga", "Peter", "Rosa", "Sam", "Tina", "Victor",
-)  # fmt: skip
+_NAMES = "Ann Ben Carla David Emma Felix Grace Henry Ivy James Kim Liam Maria Noah Olga Peter Rosa Sam Tina Victor"
+NAMES = tuple(_NAMES.split())
 
 _HAS = "{name} has {calc} {item}."
 

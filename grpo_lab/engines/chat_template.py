@@ -62,6 +62,3 @@ def _bounded() -> Iterator[None]:
 
 def _late(*_: Any) -> NoReturn:
     raise TimeoutError(f"it is not done after {SECONDS:g} seconds")
-
-
-__all__ = ["rendered"]

@@ -144,9 +144,8 @@ def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[flo
 
 
 def _box(margin: float) -> dict[str, float]:
-    return {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - margin, "top": TOP, "bottom": HEIGHT - BOTTOM
-    }  # fmt: skip
+    right, bottom = WIDTH - margin, HEIGHT - BOTTOM
+    return {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
 
 
 def _draw_line(

@@ -243,7 +243,9 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
     differing = [(name, *(_said(name, value) for value in values)) for name, values in found.differing]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))
+    results = Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3)
     figures = comparison_figures(found.runs)
+    missing = [] if figures else ["Curves (metrics.jsonl)"]
     return Page(
         kind="comparison",
         title=" · ".join(names),
@@ -251,16 +253,14 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
         cards=[],
         notices=found.notes,
         sections=[
-            Section("Results", table=Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3), foot=_RESULTS),
+            Section("Results", table=results, foot=_RESULTS),
             Section("Paired tests", table=Table(head, tests), foot=f"{_TESTS} {CAVEAT}"),
             Section("Curves", f"One line a run. {CURVES}", figures=figures),
             Section("Set differently", table=settings),
         ],
-        missing=[
-            *([] if figures else ["Curves (metrics.jsonl)"]), *([] if differing else ["Settings that differ (run.json)"])
-        ],
+        missing=missing if differing else [*missing, "Settings that differ (run.json)"],
         runs=json.dumps(list(folders)),
-    )  # fmt: skip
+    )
 
 
 def print_comparison(found: Comparison, console: Terminal | None = None) -> None:
@@ -318,8 +318,8 @@ def _column(result: Any) -> list[tuple[str, str]]:
 
 def comparison_figures(runs: Sequence[Compared]) -> list[Figure]:
     """Curves with one line a run; quantities that no run recorded are left out."""
-    found = [("Held-out accuracy", "Bars: 95% Wilson interval over problems.", [_accuracy(run) for run in runs],
-              "share of problems correct", {"share": True})]  # fmt: skip
+    meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
+    found = [("Held-out accuracy", meaning, [_accuracy(run) for run in runs], unit, {"share": True})]
     for panel in panels_of(*(run.record for run in runs)):
         for label, metrics in panel.lines.items():
             title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"

@@ -84,11 +84,11 @@ def _report_of(written: Mapping[str, Any]) -> CurationReport:
 
 
 def _filters(report: CurationReport) -> Section:
-    rows: list[list[str | Bar]] = [
-        [one.name, one.setting, f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}",
-         Bar(one.before - one.dropped, one.dropped, max(report.rows, 1))]
-        for one in report.filters
-    ]  # fmt: skip
+    rows: list[list[str | Bar]] = []
+    for one in report.filters:
+        counts = [f"{one.before:,}", f"{one.dropped:,}", f"{one.share:.1%}", f"{one.refused:,}"]
+        bar = Bar(one.before - one.dropped, one.dropped, max(report.rows, 1))
+        rows.append([one.name, one.setting, *counts, bar])
     head = ["filter", "rule", "before", "dropped", "share", "refused of all", "of all rows"]
     foot = (
         'A row is put down to the first filter that refused it. "Refused of all" counts what the filter refused by itself, among all '

@@ -144,12 +144,20 @@ Lines = Sequence[Mapping[str, float]]
 
 ACCURACY = "{accuracy:.1%} [{accuracy_low:.1%}, {accuracy_high:.1%}]"
 COLUMNS = [
-    *[("", "round {round:.0f}"), ("held-out accuracy", ACCURACY)],
-    *[("length", "{length:.1f}"), ("questions", "{questions:,.0f}"), ("samples", "{samples:,.0f}")],
-    *[("right", "{right_share:.1%}"), ("kept", "{kept_share:.1%}"), ("ways a solved problem", "{ways:.2f}")],
-    *[("rows (gold)", "{rows:,.0f} ({gold:,.0f})"), ("steps", "{steps:,.0f}"), ("tokens generated", "{tokens:,.0f}")],
-    *[("sample length", "{sample_length:.1f}"), ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}")],
-]  # fmt: skip
+    ("", "round {round:.0f}"),
+    ("held-out accuracy", ACCURACY),
+    ("length", "{length:.1f}"),
+    ("questions", "{questions:,.0f}"),
+    ("samples", "{samples:,.0f}"),
+    ("right", "{right_share:.1%}"),
+    ("kept", "{kept_share:.1%}"),
+    ("ways a solved problem", "{ways:.2f}"),
+    ("rows (gold)", "{rows:,.0f} ({gold:,.0f})"),
+    ("steps", "{steps:,.0f}"),
+    ("tokens generated", "{tokens:,.0f}"),
+    ("sample length", "{sample_length:.1f}"),
+    ("w(θ), first → last", "{weight_first:.3f} → {weight_last:.3f}"),
+]
 """Of the table: the heading, and how a cell is written; a dash where a number is not there."""
 _ROUNDS_FOOT = (
     "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. Ways: right answers "
@@ -218,26 +226,29 @@ def _cell(how: str, line: Mapping[str, Any]) -> str:
 
 def rounds_figures(lines: Lines) -> list[Figure]:
     """Accuracy over rounds, accuracy over tokens, shares, lengths, and for pairs the weight w(θ)."""
-    shares = [
+
+    def drawn(title: str, meaning: str, unit: str, *series: Line, over: str = "round", **shape: Any) -> Figure | None:
+        return figure(title, meaning, series, unit, x_unit=over, from_zero=True, **shape)
+
+    accuracy, tokens = "share of problems correct", "tokens generated"
+    note = "With its 95% interval; round 0 is the start model."
+    over_rounds, over_tokens = _accuracy_line(lines, "round"), _accuracy_line(lines, "tokens_total")
+    right, kept = (
         _series(lines, "right_share", "samples that are right"),
         _series(lines, "kept_share", "samples that are kept"),
-    ]
-    lengths = [_series(lines, "sample_length", "samples"), _series(lines, "length", "held-out answers")]
-    weights = [_series(lines, "weight_first", "first log of the round"), _series(lines, "weight_last", "last log")]
-    by_round: dict[str, Any] = {"x_unit": "round", "from_zero": True}
-    over_tokens: dict[str, Any] = {**by_round, "x_unit": "tokens generated", "share": True}
-    accuracy = "share of problems correct"
+    )
+    kept_note = "Kept: after one for each way of solving, and at most k a problem."
+    sampled, held_out = _series(lines, "sample_length", "samples"), _series(lines, "length", "held-out answers")
+    weights = _series(lines, "weight_first", "first log of the round"), _series(lines, "weight_last", "last log")
+    weight_note = "1: the implicit reward has it wrong; ½: undecided; 0: learned."
+    cost = "What the gain cost in samples."
     found = [
-        figure("Held-out accuracy", "With its 95% interval; round 0 is the start model.", [_accuracy_line(lines, "round")], accuracy,
-               share=True, **by_round),
-        figure("Accuracy over generated tokens", "What the gain cost in samples.", [_accuracy_line(lines, "tokens_total")], accuracy,
-               **over_tokens),
-        figure("What the model's own samples gave", "Kept: after one for each way of solving, and at most k a problem.", shares,
-               "share of samples", share=True, **by_round),
-        figure("Length", "Of answers with their end.", lengths, "tokens per completion", **by_round),
-        figure("Weight of a pair, w(θ)", "1: the implicit reward has it wrong; ½: undecided; 0: learned.", weights, "mean over pairs",
-               **by_round),
-    ]  # fmt: skip
+        drawn("Held-out accuracy", note, accuracy, over_rounds, share=True),
+        drawn("Accuracy over generated tokens", cost, accuracy, over_tokens, over=tokens, share=True),
+        drawn("What the model's own samples gave", kept_note, "share of samples", right, kept, share=True),
+        drawn("Length", "Of answers with their end.", "tokens per completion", sampled, held_out),
+        drawn("Weight of a pair, w(θ)", weight_note, "mean over pairs", *weights),
+    ]
     return [one for one in found if one]
 
 

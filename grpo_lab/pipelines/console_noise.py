@@ -45,64 +45,43 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     Args:
         verbose: change nothing.
     """
-    if verbose:
-        with _callbacks(DEFAULT_PROGRESS_CALLBACK=AsStock):
-            yield
-        return
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
-    with _loggers(), _bars(), _callbacks(**ONE_LINE), warnings.catch_warnings(), logging_redirect_tqdm():
-        for category in (FutureWarning, DeprecationWarning, UserWarning):
-            message = NO_ACCELERATOR if category is UserWarning else ""
-            warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
-        warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
+    with contextlib.ExitStack() as stack:
+        if verbose:
+            _show_with(stack, DEFAULT_PROGRESS_CALLBACK=AsStock)
+        else:
+            _show_with(stack, **ONE_LINE)
+            _silence(stack)
         yield
 
 
-@contextlib.contextmanager
-def _loggers() -> Iterator[None]:
-    levels = {**dict.fromkeys(TALKATIVE, logging.WARNING), **dict.fromkeys(NOTES, logging.ERROR)}
-    before = {name: logging.getLogger(name).level for name in levels}
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[None]:
-    """Bars of ``transformers`` (loading, saving) and ``datasets`` (mapping rows)."""
-    import datasets
-    from transformers.utils import logging as theirs
-
-    shown = theirs.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    theirs.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown[0]:
-            theirs.enable_progress_bar()
-        if shown[1]:
-            datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _callbacks(**names: type[TrainerCallback]) -> Iterator[None]:
+def _show_with(stack: contextlib.ExitStack, **names: type[TrainerCallback]) -> None:
     """What every ``transformers.Trainer`` made inside shows its progress with, as notebooks replace it."""
     from transformers import trainer
 
-    before = {name: getattr(trainer, name) for name in names}
     for name, ours in names.items():
+        stack.callback(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, ours)
-    try:
-        yield
-    finally:
-        for name, theirs in before.items():
-            setattr(trainer, name, theirs)
 
 
-__all__ = ["quiet"]
+def _silence(stack: contextlib.ExitStack) -> None:
+    """Loggers, bars (loading, saving, mapping rows) and warnings."""
+    import datasets
+    from tqdm.contrib.logging import logging_redirect_tqdm
+    from transformers.utils import logging as theirs
+
+    for name, level in {**dict.fromkeys(TALKATIVE, logging.WARNING), **dict.fromkeys(NOTES, logging.ERROR)}.items():
+        logger = logging.getLogger(name)
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(level)
+    if theirs.is_progress_bar_enabled():
+        stack.callback(theirs.enable_progress_bar)
+    if not datasets.are_progress_bars_disabled():
+        stack.callback(datasets.enable_progress_bars)
+    theirs.disable_progress_bar()
+    datasets.disable_progress_bars()
+    stack.enter_context(warnings.catch_warnings())
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        message = NO_ACCELERATOR if category is UserWarning else ""
+        warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
+    warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
+    stack.enter_context(logging_redirect_tqdm())

@@ -21,9 +21,9 @@ from grpo_lab.curation import (
 from grpo_lab.curation.selection import is_missing
 from grpo_lab.pipelines.curation_recipe import CurationRecipe
 from grpo_lab.pipelines.in_words import model_of, sampling_of, told
-from grpo_lab.pipelines.questions import Questions, check_model, questions
-from grpo_lab.pipelines.rows import load_rows, rows_here
 from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.runs.stage import At, Stage, Words
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.stages.sample import judged_samples

@@ -13,16 +13,16 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 
 from grpo_lab.curation.kinds import KINDS
-from grpo_lab.pipelines.recipe import (
+from grpo_lab.recipe.sections import (
     STRICT_ACCURACY,
     DataSection,
     ModelSection,
     RewardSection,
+    SamplingSettings,
     check_command,
     with_name,
 )
-from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import NULL_IS_DEFAULT, Count, Hours, Number, Positive, must_be, read, settings
 
 

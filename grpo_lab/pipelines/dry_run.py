@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import is_local
 from grpo_lab.objectives import PRESETS
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.first_prompt import first_prompt, own_tokenizer
 from grpo_lab.pipelines.in_words import count_of, settings_in_words, show, told
-from grpo_lab.pipelines.job import Job
-from grpo_lab.pipelines.model_files import is_local
-from grpo_lab.pipelines.recipe import ModelSection, Recipe
 from grpo_lab.pipelines.run_folder import is_begun
+from grpo_lab.pipelines.train import resolve
+from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.models import load_model, load_tokenizer, loading, lora_config, model_class
+from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
-from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 #: What only the machine of the run can have: number formats of a GPU, engines, sharding, kernels.
@@ -46,23 +45,22 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     Raises:
         ValueError: whatever ``train`` would refuse, as far as it can be known here.
     """
-    recipe = parts.numbers_read(recipe)
-    config, resume = _config(recipe), is_begun(recipe, overwrite, resume)
-    return describe(Job.resolve(recipe, config, overwrite, resume, here_only=True))
+    recipe = numbers_read(recipe)
+    config, resume = lab_config(recipe, **OF_THE_MACHINE), is_begun(recipe, overwrite, resume)
+    return describe(recipe, resolve(recipe, config, overwrite, resume, here_only=True))
 
 
-def describe(job: Job) -> dict[str, str]:
+def describe(recipe: Recipe, job: Job) -> dict[str, str]:
     """The facts: rows, groups and tokens per step, parameters, template, what the preset means, output folder."""
-    recipe = job.recipe
-    config = with_class_parts(parts.trainer_class(recipe), recipe.model.name, job.config)
-    algorithm = algorithm_from(config, config.lab_settings).with_hooks(parts.trainer_class(recipe))
+    config = with_class_parts(job.trainer, recipe.model.name, job.config)
+    algorithm = config.algorithm.with_hooks(job.trainer)
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     facts = {
         "model": recipe.model.name,
         "parameters": _parameters(recipe),
         "rows": count_of(job.rows, recipe.data),
         "prompt template": recipe.data.template,
-        "rewards": _rewards(job, config),
+        "rewards": _rewards(recipe, job, config),
         "trainer": recipe.trainer,
         "algorithm": algorithm.describe(),
         "source": _source(algorithm.names.get("objective", "")),
@@ -75,22 +73,22 @@ def describe(job: Job) -> dict[str, str]:
         "processes": str(config.world_size),
         "output folder": str(recipe.output_dir),
     }
-    facts |= _around(job)
+    facts |= _around(recipe, job)
     if job.rows is not None:
         facts["first prompt"] = first_prompt(recipe, job.rows)
     if job.room is not None:
         facts["context"] = job.room
-    facts["checked"] = _checked(job)
+    facts["checked"] = _checked(recipe, job)
     return facts
 
 
-def _rewards(job: Job, config: Any) -> str:
+def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
     """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
-    recipe, given = job.recipe, job.rewards
+    given = job.rewards
     if recipe.environment_factory is not None:
         rewards = given  # what an environment owns counts as given, and is known when it is built
     else:
-        rewards, config = with_declared_rewards(parts.trainer_class(recipe), given, config)
+        rewards, config = with_declared_rewards(job.trainer, given, config)
     names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[len(given) :]]
     weights = config.reward_weights or [1.0] * len(rewards)
     scheduled = config.lab_settings.reward_schedules
@@ -123,9 +121,9 @@ def _tokens(completions: int, limit: int | None) -> str:
     return "as many as the model writes" if limit is None else f"at most {completions * limit:,} generated"
 
 
-def _around(job: Job) -> dict[str, str]:
+def _around(recipe: Recipe, job: Job) -> dict[str, str]:
     """What the recipe says beside the training itself."""
-    recipe, facts = job.recipe, {}
+    facts = {}
     if recipe.cold_start is not None:
         section = recipe.cold_start
         facts["cold start"] = f"{count_of(job.cold_rows, section.data)}; {settings_in_words(section.arguments)}"
@@ -144,21 +142,15 @@ def _around(job: Job) -> dict[str, str]:
     return facts
 
 
-def _config(recipe: Recipe, **more: Any) -> Any:
-    """``LabConfig`` without what only the machine of the run can have."""
-    return parts.lab_config(recipe, **OF_THE_MACHINE, **more)
-
-
-def _checked(job: Job) -> str:
+def _checked(recipe: Recipe, job: Job) -> str:
     """Build the trainer around a small stand-in model: its own checks speak here."""
-    recipe = job.recipe
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
     model = _stand_in(recipe)
     if model.tokenizer is None and not recipe.model.tiny and (recipe.tools or recipe.environment_factory):
         return "rewards, parts, rows and settings; not the trainer: tools need the model's chat template, not here"
     with tempfile.TemporaryDirectory() as folder:
-        _build_trainer(job, model, folder)
+        _build_trainer(recipe, job, model, folder)
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
 
 
@@ -170,17 +162,17 @@ def _stand_in(recipe: Recipe) -> ModelSection:
     return dataclasses.replace(recipe.model, path=None, tokenizer=own_tokenizer(recipe.model), tiny=tiny)
 
 
-def _build_trainer(job: Job, section: ModelSection, folder: str) -> None:
-    recipe, given = job.recipe, job.of_trainer
-    model, tokenizer = parts.load_model(section, seed=0)
+def _build_trainer(recipe: Recipe, job: Job, section: ModelSection, folder: str) -> None:
+    given = job.arguments
+    model, tokenizer = load_model(section, seed=0)
     model.save_pretrained(folder)  # the reference model is loaded from a folder
     tokenizer.save_pretrained(folder)
     if section is not recipe.model and given["peft_config"] is not None:
         given = {**given, "peft_config": None}  # its target modules are the real model's
-    parts.trainer_class(recipe)(
+    job.trainer(
         model=folder,
         reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in job.rewards] or None,
-        args=_config(recipe, **NOT_BUILT, output_dir=folder),
+        args=lab_config(recipe, **OF_THE_MACHINE, **NOT_BUILT, output_dir=folder),
         train_dataset=job.rows,
         eval_dataset=job.eval_rows,
         processing_class=tokenizer,  # a vision model's would be looked for with its images' part
@@ -204,14 +196,14 @@ def _parameters(recipe: Recipe) -> str:
 
     section = recipe.model
     if section.tiny is not None:
-        model, _ = parts.load_model(section, seed=0)
+        model, _ = load_model(section, seed=0)
     elif section.path is not None and is_local(section.path):
         if (Path(section.path) / "adapter_config.json").is_file():
             return f"not counted: {section.path!r} is an adapter"
-        with torch.device("meta"), parts.loading(section.path):
-            kind, config = parts.model_class(section.path)
+        with torch.device("meta"), loading(section.path):
+            kind, config = model_class(section.path)
             model = kind.from_config(config)
-        parts.load_tokenizer(section)
+        load_tokenizer(section)
         _check_lora(section, model)
     else:
         return f"not counted: {section.path!r} is a hub name and is loaded when training starts"
@@ -227,7 +219,7 @@ def _check_lora(section: ModelSection, model: Any) -> None:
 
     if section.lora is not None:
         with torch.device("meta"):
-            get_peft_model(copy.deepcopy(model), parts.lora_config(section))
+            get_peft_model(copy.deepcopy(model), lora_config(section))
 
 
 def _source(objective: str) -> str:
@@ -235,3 +227,20 @@ def _source(objective: str) -> str:
     if row is None:
         return "TRL's settings"
     return row.source + (f"; the paper's values: {dict(row.paper)}" if row.paper else "")
+
+
+def first_prompt(recipe: Recipe, rows: Any) -> str:
+    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
+    from grpo_lab.engines.sampler import render_prompt
+
+    prompt = rows[0]["prompt"]
+    own = own_tokenizer(recipe.model)
+    if own is None or isinstance(prompt, str):
+        return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
+    tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
+    return repr(render_prompt(prompt, tokenizer).text) if tokenizer.chat_template else f"{prompt!r} (no chat template)"
+
+
+def own_tokenizer(section: ModelSection) -> str | None:
+    """The folder of the recipe's tokenizer, or its model's, where it is here."""
+    return next((p for p in (section.tokenizer, section.path) if p and (Path(p) / "tokenizer.json").is_file()), None)

@@ -10,14 +10,14 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.like import held_out_like
-from grpo_lab.pipelines.recipe import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
-from grpo_lab.pipelines.recipe_file import parse_overrides
-from grpo_lab.pipelines.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.pipelines.held_out import HeldOut, held_out_like
+from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
+from grpo_lab.recipe.yaml import parse_overrides
 from grpo_lab.runs.folder import LOCK, OneWriter
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
@@ -39,15 +39,6 @@ _TAKEN = (
     "overwrite",
 )
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `grpo-lab evaluate` will do."""
-
-    section: EvaluationSection
-    max_new_tokens: int
-    seed: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +101,9 @@ def run(known: argparse.Namespace) -> int:
         return _evaluate(known, plan)
 
 
-def _evaluate(known: argparse.Namespace, plan: Plan) -> int:
+def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
-    from grpo_lab.pipelines.saved_model import evaluate_saved_model
+    from grpo_lab.pipelines.held_out import evaluate_saved_model
     from grpo_lab.runs.stop import StoppedByUser, as_ctrl_c
 
     stopped = False
@@ -155,7 +146,7 @@ def _ended(asked: list[str], stop: KeyboardInterrupt) -> int:
     return EXIT_INTERRUPTED
 
 
-def plan_of(known: argparse.Namespace) -> Plan:
+def plan_of(known: argparse.Namespace) -> HeldOut:
     """Rows, judging and generation out of the options, and out of `--like` where they say nothing.
 
     Raises:
@@ -169,8 +160,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like (a run's folder, or a recipe)"
         )
     if known.like is not None:
-        like = held_out_like(known.like)
-        plan = Plan(like.section, like.max_new_tokens, like.seed)
+        plan = held_out_like(known.like)
         data = plan.section.data
         written: dict[str, Any] = {
             "loader": data.loader,
@@ -181,7 +171,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
     else:
         judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
         reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
-        plan = Plan(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
+        plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
         written = {"loader": said["data"]}
         if "split" in loader_signature(said["data"], "--data").parameters:
             written["split"] = "test"
@@ -195,7 +185,7 @@ def plan_of(known: argparse.Namespace) -> Plan:
         section = _judged(section, said["mode"])
     if "max_new_tokens" in said:
         section = replace(section, max_new_tokens=said["max_new_tokens"])
-    return Plan(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
+    return HeldOut(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
 
 
 def _judged(section: EvaluationSection, mode: str) -> EvaluationSection:
@@ -218,7 +208,7 @@ def with_every_argument(section: DataSection) -> DataSection:
     return replace(section, arguments=every_argument(section))
 
 
-def title(model: str, plan: Plan) -> str:
+def title(model: str, plan: HeldOut) -> str:
     """Everything that a score depends on, in one line."""
     from grpo_lab.pipelines.in_words import told
 

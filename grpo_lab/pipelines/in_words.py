@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.model_files import is_local
-from grpo_lab.pipelines.recipe import DataSection, Recipe, RewardSection
-from grpo_lab.pipelines.rows import MADE
-from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.io import is_local
+from grpo_lab.recipe.rows import MADE
+from grpo_lab.recipe.sections import DataSection, RewardSection, SamplingSettings
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.stages.sample import problems_in
 
@@ -87,10 +86,10 @@ def section_of(name: str, reward: Any, weight: float) -> RewardSection:
     return RewardSection(name, weight * own.final, {"schedule": own.as_mapping()})
 
 
-def rewards_in_force(recipe: Recipe, trainer: Any) -> list[RewardSection]:
+def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
     """The recipe's rewards with the weights in force (``reward_weights`` may have set them), then those beside them: that a named
     trainer declares, or an environment owns."""
-    weights = trainer.args.reward_weights or [reward.weight for reward in recipe.rewards]
-    found = [replace(reward, weight=float(weight)) for reward, weight in zip(recipe.rewards, weights, strict=False)]
+    weights = trainer.args.reward_weights or [reward.weight for reward in sections]
+    found = [replace(reward, weight=float(weight)) for reward, weight in zip(sections, weights, strict=False)]
     whole = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
     return found + [section_of(name, reward, weight) for name, reward, weight in list(whole)[len(found) :]]

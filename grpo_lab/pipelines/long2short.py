@@ -24,16 +24,15 @@ from grpo_lab.curation import Sampled, average_weights, preference_pairs, sample
 from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, write_report
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.io import write_json, write_json_lines
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.early_checks import check_trackers
+from grpo_lab.io import is_local, write_json, write_json_lines
+from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import count_of, model_of, sampling_of, settings_in_words, told
 from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe, PairSettings
-from grpo_lab.pipelines.model_files import is_local, model_files
-from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
-from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.recipe.checks import check_trackers
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.models import load_model, model_files
 from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_other_settings, rows_fingerprint
 from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
 from grpo_lab.runs.stage import At, Stage, Words, carry_out, plan_of, working
@@ -272,7 +271,7 @@ def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests, asked: Que
 
 def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path, stop: StopRequests) -> None:
     """A training that was asked to stop is gone on with from `stopped/`."""
-    model, tokenizer = parts.load_model(recipe.model, recipe.sampling.seed)
+    model, tokenizer = load_model(recipe.model, recipe.sampling.seed)
     data = training_rows(recipe.method, rows)
     arguments = {"seed": recipe.sampling.seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
     with stop.training(folder / STOPPED, identity_of(data, fingerprint(recipe))) as training:

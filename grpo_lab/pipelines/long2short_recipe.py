@@ -10,17 +10,17 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_lab.pipelines.recipe import (
+from grpo_lab.recipe.sections import (
     STRICT_ACCURACY,
     DataSection,
     EvaluationSection,
     ModelSection,
     RewardSection,
+    SamplingSettings,
     check_command,
     with_name,
 )
-from grpo_lab.pipelines.recipe_file import read_yaml
-from grpo_lab.pipelines.sampler import SamplingSettings
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, Positive, Switch, read, settings
 
 

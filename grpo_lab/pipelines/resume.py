@@ -14,7 +14,7 @@ from rich.console import Console
 
 from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.releases import other_releases
-from grpo_lab.pipelines.strict_yaml import parsed
+from grpo_lab.recipe.yaml import parsed
 from grpo_lab.runs.differences import Difference, refuse_other_rows
 from grpo_lab.runs.folder import read_marker
 from grpo_lab.trainer.resume.state import read_state

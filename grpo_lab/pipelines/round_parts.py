@@ -14,18 +14,18 @@ from typing import Any
 
 from grpo_lab.curation import Sampled
 from grpo_lab.io import whole_folder, write_json_lines
-from grpo_lab.pipelines import parts
 from grpo_lab.pipelines import rounds_plan as words
+from grpo_lab.pipelines.held_out import evaluate_saved_model
 from grpo_lab.pipelines.in_words import told
-from grpo_lab.pipelines.questions import Questions
-from grpo_lab.pipelines.recipe import ModelSection
 from grpo_lab.pipelines.resume import cut_metrics
 from grpo_lab.pipelines.round_selection import questions_of, selected
 from grpo_lab.pipelines.rounds import MODEL, Round
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe, seed_of
 from grpo_lab.pipelines.run_folder import MetricsFile
 from grpo_lab.pipelines.sampler import ModelSampler, with_room
-from grpo_lab.pipelines.saved_model import evaluate_saved_model
+from grpo_lab.recipe.job import Questions
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.runs.stage import Stage
 from grpo_lab.runs.stop import StopRequests, identity_of
 from grpo_lab.stages.sample import judged_samples, trim_to_whole_batches
@@ -77,7 +77,7 @@ class RoundParts:
     def begin(self, at: Round) -> dict[str, Any]:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe, seed = self.recipe, self.recipe.sampling.seed
-        model, tokenizer = parts.load_model(recipe.model, seed)
+        model, tokenizer = load_model(recipe.model, seed)
         counted = _Counted(at.folder / "metrics.jsonl")
         if recipe.cold_start is None:
             with whole_folder(at.folder / MODEL) as folder:
@@ -149,7 +149,7 @@ class RoundParts:
         recipe = self.recipe
         base = recipe.base.path if recipe.base is not None else at.start
         begin = at.current if recipe.rounds.train_from == "last" else str(base)
-        model, tokenizer = parts.load_model(ModelSection(path=begin), recipe.sampling.seed)
+        model, tokenizer = load_model(ModelSection(path=begin), recipe.sampling.seed)
         rows = training_rows(recipe.method, _lines(at.folder / ROWS))
         seed = seed_of(recipe.sampling.seed, at.number, "train")
         arguments = {"seed": seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
@@ -166,7 +166,7 @@ class RoundParts:
         recipe = self.recipe
         if recipe.method != "dpo" or recipe.pairs is None or recipe.pairs.reference != "base":
             return None
-        return parts.load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
+        return load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
 
     @contextmanager
     def _trained(

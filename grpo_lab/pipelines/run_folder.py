@@ -19,9 +19,9 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.io import no_link, write_whole_text
-from grpo_lab.pipelines.recipe import Recipe
 from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
-from grpo_lab.pipelines.strict_yaml import written
+from grpo_lab.recipe.sections import Recipe
+from grpo_lab.recipe.yaml import written
 from grpo_lab.runs.differences import Difference, plain_settings, refuse_other_settings
 from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole

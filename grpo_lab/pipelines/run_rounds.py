@@ -19,18 +19,18 @@ from rich.table import Table
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import rounds_table
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.io import write_json_lines
+from grpo_lab.io import check_place, is_local, write_json_lines
 from grpo_lab.pipelines import rounds_plan as words
-from grpo_lab.pipelines.early_checks import check_trackers, cold_start_rows
 from grpo_lab.pipelines.in_words import count_of, told
-from grpo_lab.pipelines.model_files import check_place, is_local, model_files
-from grpo_lab.pipelines.questions import Questions, check_model, questions
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.round_parts import RoundParts
 from grpo_lab.pipelines.round_selection import check_rows
 from grpo_lab.pipelines.rounds import MODEL, Round, round_folder, rounds
 from grpo_lab.pipelines.rounds_recipe import IMITATE, RoundsRecipe
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
+from grpo_lab.recipe.checks import check_trackers, cold_start_rows
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.models import model_files
 from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_other_settings, rows_fingerprint
 from grpo_lab.runs.folder import read_marker, record_of, write_run
 from grpo_lab.runs.stage import Words, carry_out, plan_of, read_facts, working

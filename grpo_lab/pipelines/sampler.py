@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
 from grpo_lab.curation import Written
@@ -20,42 +19,12 @@ from grpo_lab.engines.sampler import (
     stop_token_ids,
 )
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.model_files import check_place, model_files
-from grpo_lab.pipelines.parts import loading
-from grpo_lab.pipelines.tokenizer_files import refuse_no_tokenizer
-from grpo_lab.settings import Positive, Switch, Temperature, Whole, settings
+from grpo_lab.io import check_place
+from grpo_lab.recipe.checks import no_room
+from grpo_lab.recipe.models import loading, model_files, refuse_no_tokenizer
+from grpo_lab.recipe.sections import SamplingSettings
 
 console = Terminal()
-
-
-@settings()
-class SamplingSettings:
-    """How completions are sampled; the keys stand flat in a recipe.
-
-    Args:
-        n_samples: completions a problem.
-        temperature: 1.0 is the model's own distribution; nothing else bends it.
-        max_completion_length: tokens a completion may have.
-        batch_size: completions that transformers makes at once (vLLM batches by itself).
-        problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
-        seed: everything sampled follows from it, from the prompts and from the two sizes above.
-        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`, …).
-        use_cpu: stay on the CPU where there is a GPU.
-    """
-
-    n_samples: Positive = 10
-    temperature: Temperature = 1.0
-    max_completion_length: Positive = 512
-    batch_size: Positive = 64
-    problems_per_save: Positive = 32
-    seed: Whole = 0
-    use_vllm: Switch = False
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    use_cpu: Switch = False
-
-    def __post_init__(self) -> None:
-        if self.engine and not self.use_vllm:
-            raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")
 
 
 class ModelSampler:
@@ -72,7 +41,7 @@ class ModelSampler:
         if settings.use_vllm:
             self._start_vllm(model)
         else:
-            from grpo_lab.pipelines.saved_model import load_saved_model
+            from grpo_lab.recipe.models import load_saved_model
 
             loaded, self.tokenizer = load_saved_model(model, settings.use_cpu)
             self.context = context_of(loaded)
@@ -179,14 +148,6 @@ def with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dic
             f"max_completion_length={completion} tokens in the model's context of {context}",
         )
     return fitting
-
-
-def no_room(completion: int, context: int) -> ValueError:
-    """Where not one prompt is short enough."""
-    return ValueError(
-        f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
-        f"{context}; lower `--max_completion_length`"
-    )
 
 
 def _seed(seed: int, ids: list[list[int]]) -> int:

@@ -31,40 +31,23 @@ from grpo_lab.verifiers.verdict import as_number
 StepScores = list[tuple[int, float | None]]
 
 
-def checked_steps(
-    scored: Any,
-    completion_ids: Sequence[Sequence[int]],
-    name: str,
-    nan_rows: set[int] | None = None,
-    keep_infinite: bool = False,
-) -> list[StepScores]:
-    """One list a completion, ends within it and ascending, scores finite or ``None`` (also for a NaN).
-
-    ``nan_rows`` gets the place of every completion with a step that was scored NaN; ``keep_infinite``: an infinite score is handed on.
-    """
-    rows = _lists(scored, len(completion_ids), name)
-    found: list[StepScores] = []
-    nan_rows = set() if nan_rows is None else nan_rows
-    for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
-        steps: StepScores = []
-        for step in row:
-            end, score = _pair(step, place, name)
-            last = steps[-1][0] if steps else -1
-            if not isinstance(end, int) or isinstance(end, bool) or not last < end < len(ids):
-                raise ValueError(
-                    f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
-                    f"ascend within the completion's {len(ids)} tokens (0 = first), and the one before is {last}"
-                )
-            if score is not None and math.isinf(score) and not keep_infinite:
-                raise ValueError(
-                    f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
-                )
-            if score is not None and math.isnan(score):
-                nan_rows.add(place)
-                score = None
-            steps.append((end, score))
-        found.append(steps)
-    return found
+def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
+    """The steps of one completion, checked: ends within its ``tokens`` and ascending, scores finite or NaN (``infinite``: or ±∞)."""
+    steps: StepScores = []
+    for step in row:
+        end, score = _pair(step, place, name)
+        last = steps[-1][0] if steps else -1
+        if not isinstance(end, int) or isinstance(end, bool) or not last < end < tokens:
+            raise ValueError(
+                f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
+                f"ascend within the completion's {tokens} tokens (0 = first), and the one before is {last}"
+            )
+        if score is not None and math.isinf(score) and not infinite:
+            raise ValueError(
+                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
+            )
+        steps.append((end, score))
+    return steps
 
 
 def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
@@ -143,11 +126,14 @@ class StepReward(ABC):
     def checked(
         self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
     ) -> list[StepScores]:
-        """What ``score_steps`` answered, checked and counted; ``keep_infinite``: an infinite score is handed on."""
-        nan_rows: set[int] = set()
-        steps = checked_steps(scored, completion_ids, self.name, nan_rows, keep_infinite)
-        self.not_numbers += len(nan_rows)
-        return steps
+        """What ``score_steps`` answered, checked; a NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ is handed on."""
+        rows = _lists(scored, len(completion_ids), self.name)
+        found = [
+            _steps_of(row, len(ids), place, self.name, keep_infinite)
+            for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True))
+        ]
+        self.not_numbers += sum(any(score != score for _, score in steps) for steps in found)
+        return [[(end, None if score != score else score) for end, score in steps] for steps in found]
 
 
 class _FunctionStepReward(StepReward):

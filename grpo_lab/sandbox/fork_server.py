@@ -16,7 +16,6 @@ socket open). All workers are then killed, whatever they are at.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -26,17 +25,16 @@ import select
 import signal
 import socket
 import struct
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from grpo_lab.sandbox.kernel import die_with_parent
+
 Handler = Callable[[Any], Any]
 _HEADER = struct.Struct(">I")
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5  # how often the parent is looked at
-_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def encode_frame(message: Any) -> bytes:
@@ -178,8 +176,7 @@ class ForkServer:
         os.setsid()
         for other in (self._control, self._woken, self._wakes, *(sibling for _, sibling in self._workers.values())):
             other.close()
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent(signal.SIGKILL)
         if os.getppid() != self._pid:
             os._exit(1)
 

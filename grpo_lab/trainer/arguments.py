@@ -24,10 +24,9 @@ from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
 from grpo_lab.trainer.scoring.resample import check_resample
-from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
+from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
-from grpo_lab.trainer.settings.rollout import check_sampling_correction
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -45,6 +44,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
     config = args if isinstance(args, LabConfig) else _promoted(args)
+    config.agree()  # a setting may have been changed since
     parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
     objective, advantage = _merged(cls, "objective", config.objective), _merged(cls, "advantage", config.advantage)
     if parts:
@@ -195,11 +195,10 @@ def given(
     settings = args.lab_settings
     if settings.update.dead_groups == "resample":
         check_resample(train_dataset)
-    algorithm = algorithm_from(args, settings).with_hooks(cls)
+    algorithm = args.algorithm.with_hooks(cls)
     check_hooks(cls, algorithm, base)
     check_loss_type(cls, args, algorithm)
     check_budget(algorithm.objective, args.max_completion_length)
-    check_sampling_correction(args)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
     return Given(reward_funcs, args, rows, environment_factory, algorithm, settings)

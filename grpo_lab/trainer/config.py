@@ -11,21 +11,20 @@ from trl import GRPOConfig
 
 from grpo_lab.settings import refuse_unknown
 from grpo_lab.trainer.ranks.watch import hold_time_limit
-from grpo_lab.trainer.settings.algorithm import NOT_TRLS, algorithm_from
+from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.conflicts import (
-    agree_on_advantages,
+    AFTER,
+    BEFORE,
+    Case,
     agree_with_trl,
-    check_batch_sizes,
-    check_choices,
     clip_in_force,
-    refuse_contradictions,
-    refuse_token_weights,
+    refuse,
+    refuse_sampling_keys,
 )
 from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import with_registered
-from grpo_lab.trainer.settings.parse import LabSettings, lab_settings, max_hours, named_by, stop_file
-from grpo_lab.trainer.settings.rollout import check_sampling_correction
-from grpo_lab.trainer.settings.value import check_kl, reference_every
+from grpo_lab.trainer.settings.limits import check_batch_sizes, check_choices
+from grpo_lab.trainer.settings.parse import LabSettings, named_by, parsed
 
 
 @dataclass
@@ -125,54 +124,54 @@ class LabConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_choices(vars(self))
-        if self.reset_optimizer is not None and not isinstance(self.reset_optimizer, bool):
-            raise ValueError(f"`reset_optimizer` is {self.reset_optimizer!r}; it must be true, false or left out")
-        if not isinstance(self.save_checksums, bool):
-            raise ValueError(f"`save_checksums` is {self.save_checksums!r}; it must be true or false")
-        self.reference_every = reference_every(self.reference_every)
-        self.max_hours, self.stop_file = max_hours(self.max_hours), stop_file(self.stop_file)
         check_batch_sizes(self)
         super().__post_init__()
         hold_time_limit(self)
         self.agree()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What was parsed holds until a setting is changed."""
+        if not name.startswith("_"):
+            vars(self).pop("_parsed", None)
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_parsed"}
+
     def agree(self) -> None:
-        """Check our settings against TRL's and against each other; write the objective into TRL's fields too."""
+        """Parse our settings, check them against TRL's and against each other, build the algorithm, and write it into TRL's fields;
+        nothing, where no setting was changed since."""
+        if "_parsed" in vars(self):
+            return
         if self.value is not None and self.objective is None and self.advantage is None:
             self.objective = "ppo"  # nothing else here has a critic
-        settings = self.lab_settings
-        if settings.objective is not None:
-            refuse_contradictions(self, settings)
-            agree_with_trl(self, settings)
-        elif self.loss_type.startswith(NOT_TRLS):
-            raise ValueError(
-                f"`loss_type`={self.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
-                "`objective` as in that run, or a `loss_type` of TRL's"
-            )
-        elif settings.advantage is not None and settings.advantage.name is not None:
-            agree_on_advantages(self, settings.advantage.name)
-        if settings.kl is not None:
-            self._agree_on_beta(settings)
-        check_sampling_correction(self)
-        algorithm = algorithm_from(self, settings)  # a wrong name raises before the model is loaded
-        refuse_token_weights(self, algorithm)
-        check_kl(self, None if algorithm.objective is None else algorithm.objective.kl)
-        if settings.objective is not None:
+        ours = with_registered(parsed(self))
+        self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
+        refuse(BEFORE, Case(self, ours))
+        refuse_sampling_keys(self)
+        agree_with_trl(self, ours)
+        if ours.kl is not None and ours.kl.coefficient is not None:
+            self.beta = ours.kl.coefficient  # TRL builds the reference model by `beta`
+        algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
+        refuse(AFTER, Case(self, ours, algorithm))
+        kl = None if algorithm.objective is None else algorithm.objective.kl
+        if kl is not None and kl.control is not None:
+            kl.control.rate_of(self.generation_batch_size)
+        if ours.objective is not None:
             clip_in_force(self, algorithm)
+        self._parsed = ours, algorithm
 
     @property
     def lab_settings(self) -> LabSettings:
-        return with_registered(lab_settings(self))
+        """Our settings, parsed."""
+        self.agree()
+        return self._parsed[0]
 
-    def _agree_on_beta(self, settings: LabSettings) -> None:
-        assert settings.kl is not None
-        coefficient = settings.kl.coefficient
-        if coefficient is not None:
-            if self.beta not in (0.0, coefficient):
-                raise ValueError(
-                    f"`kl.coefficient` is {coefficient} and `beta` is {self.beta}: two names for one number; set one"
-                )
-            self.beta = coefficient  # TRL builds the reference model by `beta`
+    @property
+    def algorithm(self) -> Algorithm:
+        """What they come to, with TRL's: the advantage rule, the objective, the critic."""
+        self.agree()
+        return self._parsed[1]
 
     def to_dict(self) -> dict[str, Any]:
         """As ``TrainingArguments.to_dict``; parts that were given as objects are written by name."""

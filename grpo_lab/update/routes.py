@@ -60,6 +60,3 @@ class Routes:
     def arriving(self, rank: int) -> Routes:
         """Rows that `rank` is handed, by the rank that they come from."""
         return self.chosen(self.moves & (self.ranks == rank), self.homes)
-
-
-__all__ = ["Routes"]

@@ -22,9 +22,9 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, arguments, problems
 from process_oracle import LR, PROCESS, ragged_steps
-from scripted_rollout import ScriptedRollout
 
 ROWS, STOP, UPDATES = 12, 3, ("exact", "off")
 

@@ -23,8 +23,8 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import arguments, problems
-from scripted_rollout import ScriptedRollout
 
 RESUME_AT = 3
 

@@ -19,10 +19,10 @@ from documentation.blocks import ROOT
 from grpo_lab.cli import _parser
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.parts import lab_config
-from grpo_lab.pipelines.recipe import read_recipe
-from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 
 SHELL = ("source", "cd", "export", "git", "mkdir", "echo")
 _PLACEHOLDER = re.compile(r"[A-Z]|[A-Z][A-Z_]+|.*[…$].*")
@@ -83,7 +83,7 @@ def _recipe(command: str, path: str, words: list[str]) -> None:
         return
     given = {key: value for key, value in overrides.items() if not _PLACEHOLDER.fullmatch(str(value))}
     if command == "train":
-        lab_config(read_recipe(ROOT / path, {**given, **ON_CPU}))
+        lab_config(numbers_read(read_recipe(ROOT / path, {**given, **ON_CPU})))
     else:
         read: Any = {"curate": curation_recipe_from, "long2short": long2short_recipe_from, "rounds": rounds_recipe_from}
         read[command](read_yaml(ROOT / path, overrides), Path(path).stem)

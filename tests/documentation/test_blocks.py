@@ -25,10 +25,11 @@ import yaml
 
 from documentation.blocks import COMMANDS, ROOT, Block, blocks, loose_commands, pages
 from documentation.commands import ON_CPU, check_line
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import recipe_from
-from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.settings.parse import reward_schedules
 
@@ -90,7 +91,7 @@ def test_yaml(block: Block) -> None:
         base = read_yaml(BASE)
         base.pop("objective", None) if "objective" in written else None
         recipe = recipe_from({**base, **written, **ON_CPU})
-        config = parts.lab_config(recipe)
+        config = lab_config(numbers_read(recipe))
         rewards = {getattr(reward, "__name__", "") for reward in map(parts.build_reward, recipe.rewards)}
         unknown = set(reward_schedules(config.reward_schedules)) - rewards
         assert not unknown, f"{block.where}: `reward_schedules` names {unknown}; rewards are logged as {rewards}"

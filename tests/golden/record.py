@@ -34,9 +34,9 @@ from golden.in_double import everything_in_double
 from golden.settings import SETTINGS, STEPS, Setting
 from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, arguments, problems
 from parity.sampler import NoisySampler, as_with_vllm
-from scripted_rollout import ScriptedRollout
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "trajectories.json"

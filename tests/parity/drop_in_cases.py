@@ -11,10 +11,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.sampler import NoisySampler, as_with_vllm
 from parity.stock_like import Case, prompts, spread_reward
 from parity.tiny_vlm import with_images
-from scripted_rollout import ScriptedRollout
 
 Models = dict[str, Path]
 

@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.resume.state import EARLIER, STATE, read_state, write_state
-from scripted_rollout import ScriptedRollout
 from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)

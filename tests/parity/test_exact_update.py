@@ -13,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.step import exact_update
 from parity.harness import (
     LENGTHS,
@@ -24,7 +25,6 @@ from parity.harness import (
     train,
     weight_difference,
 )
-from scripted_rollout import ScriptedRollout
 from tolerance import loss_gap, two_walks
 
 #: TRL's head rounds log-probs to float32 in a float64 model: once, and not in a sum

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from metrics_oracle import in_float64
 from parity.harness import arguments, mixed_reward, movement_bound, movement_difference, train
-from scripted_rollout import ScriptedRollout
 
 LENGTHS = (3, 5, 9, 14)
 

@@ -11,8 +11,8 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from grpo_lab.data import TEMPLATES
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.recipe import read_recipe
-from grpo_lab.pipelines.recipe_file import parse_overrides
+from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.yaml import parse_overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = (

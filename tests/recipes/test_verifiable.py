@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.recipe.sections import read_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "verifiable"
 

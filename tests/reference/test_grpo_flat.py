@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, train
-from scripted_rollout import ScriptedRollout
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "grpo_flat.py"
 LR, GROUP, ROWS, BUDGET = 0.2, 4, 12, 32

@@ -12,7 +12,8 @@ import pytest
 from grpo_lab.engines.sampler import TransformersSampler, VllmSampler, render_prompt
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.recipe.sections import SamplingSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

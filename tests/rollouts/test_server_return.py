@@ -109,7 +109,7 @@ class Story:
         self.run = ServerReturn(generation, ServerSettings(**settings))
         book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
         proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
-        self.run.of(
+        self.run.attach(
             SimpleNamespace(parts=SimpleNamespace(sync_proof=proof), recorder=SimpleNamespace(book=lambda: book))
         )
 

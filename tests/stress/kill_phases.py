@@ -94,12 +94,12 @@ def stock(recipe: dict[str, Any], folder: Path, ours: tuple[str, ...]) -> int:
     from transformers.trainer_utils import get_last_checkpoint
     from trl import GRPOConfig
 
-    from grpo_lab.pipelines import parts
-    from grpo_lab.pipelines.recipe import recipe_from
-    from grpo_lab.pipelines.rows import load_rows
+    from grpo_lab.recipe.models import load_model
+    from grpo_lab.recipe.rows import load_rows
+    from grpo_lab.recipe.sections import recipe_from
 
     read = recipe_from({**recipe, "output_dir": str(folder)})
-    model, tokenizer = parts.load_model(read.model, recipe["seed"])
+    model, tokenizer = load_model(read.model, recipe["seed"])
     folder.mkdir(parents=True, exist_ok=True)
     if os.environ.get("RANK", "0") == "0" and not (folder / "cold_start").is_dir():
         model.save_pretrained(folder / "cold_start")

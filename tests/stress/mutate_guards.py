@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_lab.pipelines.strict_yaml import parsed
+from grpo_lab.recipe.yaml import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 600

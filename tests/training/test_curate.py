@@ -22,7 +22,7 @@ from grpo_lab.engines.sampler import TransformersSampler
 from grpo_lab.evaluation.curation_page import histogram, kept_examples
 from grpo_lab.pipelines.curate import curate
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.recipe.yaml import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -12,9 +12,9 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.metrics.progress import HealthLine
 from parity.harness import Run, arguments, mixed_reward, train
-from scripted_rollout import ScriptedRollout
 
 
 def run(folder: Path, model: Path, reward: Any = None, prepare: Any = None, **changes: Any) -> Run:

@@ -20,7 +20,7 @@ from grpo_lab.finite import NumbersError
 from grpo_lab.pipelines import long2short as pipeline
 from grpo_lab.pipelines.long2short import _claim, long2short
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.trainer.supervised.cold_start import supervised
 from grpo_lab.trainer.supervised.preference import prefer

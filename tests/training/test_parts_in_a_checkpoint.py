@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
-from scripted_rollout import ScriptedRollout
 
 pytestmark = pytest.mark.slow
 

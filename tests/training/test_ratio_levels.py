@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing.rollouts import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, train
-from scripted_rollout import ScriptedRollout
 
 pytestmark = pytest.mark.slow
 GROUP, LR, EPSILON = 4, 0.2, 0.02

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.testing import tiny_model
 
 pytestmark = pytest.mark.slow

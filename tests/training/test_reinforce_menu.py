@@ -18,9 +18,9 @@ from torch import Tensor
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import KLTerm, Objective, aggregation, surrogate
+from grpo_lab.testing.rollouts import ScriptedRollout
 from metrics_oracle import in_float64
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_bound, movement_difference, train
-from scripted_rollout import ScriptedRollout
 
 BETA, BUDGET, UPDATES = 0.3, 32, 3
 SETTINGS = {"max_steps": UPDATES, "num_iterations": UPDATES, "learning_rate": 0.4, "max_completion_length": BUDGET}

@@ -26,12 +26,12 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
+from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.carried import POLICY_VERSION
 from grpo_lab.trainer.resume.generation_buffer import rows_file
 from grpo_lab.trainer.resume.state import STATE, read_state
 from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import arguments, as_earlier_releases_wrote_it, problems, with_entry
-from scripted_rollout import ScriptedRollout
 
 pytestmark = pytest.mark.slow
 

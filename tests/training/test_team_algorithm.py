@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import forked
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import recipe_from
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tables")]
 ROOT = Path(__file__).resolve().parents[2]

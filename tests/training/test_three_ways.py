@@ -19,7 +19,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.batch import Denominators, RewardTable, TokenBatch, masked_sum, safe
 from grpo_lab.data import word_problems
 from grpo_lab.testing import tiny_model
-from scripted_rollout import ScriptedRollout
+from grpo_lab.testing.rollouts import ScriptedRollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tables")]
 

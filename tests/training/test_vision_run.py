@@ -12,8 +12,8 @@ from transformers import BertConfig
 
 from grpo_lab.cli import main
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.parts import model_class
-from grpo_lab.pipelines.recipe import recipe_from
+from grpo_lab.recipe.models import model_class
+from grpo_lab.recipe.sections import recipe_from
 from parity.tiny_vlm import save_tiny_llava
 
 ROWS = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20, "template": "chat"}

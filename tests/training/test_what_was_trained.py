@@ -47,14 +47,12 @@ def trainer(kind: Any, folder: Path, tiny: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize("loss", ["dapo", "sapo"])
 def test_trls_advantages_are_named(loss: str, tmp_path: Path) -> None:
     """Advantages of `normalize_then_sum` were called `trl:group`, those beside a loss of TRL's only `trl`."""
-    from grpo_lab.trainer.settings.algorithm import algorithm_from
-
     for settings, name in (
         ({"multi_objective_aggregation": "normalize_then_sum"}, "trl:normalize_then_sum"),
         ({"scale_rewards": "batch"}, "trl:batch"),
     ):
         config = LabConfig(**arguments(tmp_path, loss_type=loss, **settings))
-        assert algorithm_from(config, config.lab_settings).names["advantage"] == name
+        assert config.algorithm.names["advantage"] == name
 
 
 def card_of(made: Any) -> str:
@@ -118,7 +116,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
     """`run.json` of a KimiTrainer named the recipe's reward only, and not the length reward."""
     from grpo_lab import KimiTrainer
     from grpo_lab.pipelines.in_words import rewards_in_force
-    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
@@ -130,7 +128,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
 
 def test_the_runs_record_has_the_weights_that_reward_weights_set(tiny_folder: Path, tmp_path: Path) -> None:
     from grpo_lab.pipelines.in_words import rewards_in_force
-    from grpo_lab.pipelines.recipe import recipe_from
+    from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(LabTrainer, tmp_path, tiny_folder, reward_weights=[0.25])
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}

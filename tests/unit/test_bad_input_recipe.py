@@ -109,8 +109,8 @@ def test_a_tracker_that_is_not_installed_is_said_before_the_cold_start(tmp_path:
     """A RuntimeError of transformers with its traceback, after cold start and first evaluation."""
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-    from grpo_lab.pipelines.recipe import recipe_from
     from grpo_lab.pipelines.train import train
+    from grpo_lab.recipe.sections import recipe_from
 
     missing = sorted({"clearml", "comet_ml", "wandb"} - set(get_available_reporting_integrations()))
     if not missing:

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from grpo_lab import __version__
-from grpo_lab.cli import main
+from grpo_lab.cli import COMMANDS, main
 from grpo_lab.engines.sampler import GenerationStopped
-from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
+from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
 
-    monkeypatch.setattr("grpo_lab.cli._curate", full)
+    monkeypatch.setattr("grpo_lab.cli._run", full)
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
     assert main(["curate", "--config", config]) == 74
     said = capsys.readouterr().err.strip()
@@ -251,7 +251,7 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
             []
         )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
 
-    monkeypatch.setattr(f"grpo_lab.cli.{'_report' if words == ['report'] else '_to_its_end'}", stopped)
+    monkeypatch.setattr(f"grpo_lab.{COMMANDS[words[0]].run.replace(':', '.')}", stopped)
     monkeypatch.setattr("grpo_lab.pipelines.dry_run.plan_of_training", stopped)
     arguments = [str(out)] if words == ["report"] else ["--config", config]
     assert main([*words, *arguments]) == 130
@@ -306,7 +306,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
         time.sleep(600)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("grpo_lab.pipelines.saved_model.evaluate_saved_model", measured)
+    monkeypatch.setattr("grpo_lab.pipelines.held_out.evaluate_saved_model", measured)
     assert main(["evaluate", "m", "--data", "word_problems"]) == 75
     assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

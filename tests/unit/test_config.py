@@ -17,7 +17,6 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
 from grpo_lab.objectives import Clipped
-from grpo_lab.trainer.settings.algorithm import algorithm_from
 from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import TRLS_OWN
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
@@ -355,7 +354,7 @@ def test_json_round_trip_with_parts_by_name() -> None:
     assert written["objective"]["surrogate"] == f"{__name__}:my_surrogate"
     names = ("objective", "advantage", "kl", "update", "loss_type", "scale_rewards", "beta", "epsilon")
     again = config(**{name: written[name] for name in names})
-    assert algorithm_from(again, again.lab_settings).objective.surrogate is my_surrogate
+    assert again.algorithm.objective.surrogate is my_surrogate
 
 
 def test_json_of_every_kind_of_part() -> None:

@@ -93,10 +93,8 @@ def config(**written: Any) -> LabConfig:
 
 
 def test_a_critic_with_all_defaults_however_it_is_asked_for() -> None:
-    from grpo_lab.trainer.settings.algorithm import algorithm_from
-
     found = [
-        algorithm_from(args, args.lab_settings)
+        args.algorithm
         for args in (config(value={}), config(objective="ppo"), config(objective="ppo", value={}), config(value="head"))
     ]
     assert len({algorithm.describe() for algorithm in found}) == 1
@@ -106,7 +104,7 @@ def test_a_critic_with_all_defaults_however_it_is_asked_for() -> None:
     args = config(
         objective="ppo", value={"gamma": 0.9, "model": "copy"}, kl={"placement": "reward", "coefficient": 0.1}
     )
-    algorithm = algorithm_from(args, args.lab_settings)
+    algorithm = args.algorithm
     assert algorithm.advantage == GAE(0.9, 0.95)
     assert algorithm.objective is not None
     assert algorithm.objective.kl is not None

@@ -51,7 +51,7 @@ def test_settings_of_the_pairs() -> None:
 
 
 def test_rows_from_pass_rates() -> None:
-    rates = [PassRate((1.0, None), 1, ("aa bb", "c"))]
+    rates = [PassRate((1.0, None), ("aa bb", "c"))]
     rows = sampled([{"prompt": "q", "solution": "s"}], rates, lambda completion: len(completion.split()))
     assert rows == [Sampled("q", ("aa bb", "c"), (1.0, None), [2, 1], {"solution": "s"})]
     with pytest.raises(ValueError, match="1 scores"):

@@ -150,7 +150,7 @@ def test_a_wrong_number_of_results_is_an_error(tmp_path: Path) -> None:
         pass_rates(PROBLEMS, Scripted(), lambda **c: [1.0], progress=False)
     with pytest.raises(ValueError, match="`score` returned 1j for completion 3; allowed are finite numbers"):
         pass_rates(PROBLEMS, Scripted(), lambda prompts, **c: [1.0] * 3 + [1j] * (len(prompts) - 3), progress=False)
-    with pytest.raises(ValueError, match="prompt_column"):
+    with pytest.raises(ValueError, match="no column 'prompt'"):
         pass_rates([{"question": "?"}], Scripted(), exact, progress=False)
     with pytest.raises(ValueError, match="n=0"):
         pass_rates(PROBLEMS, Scripted(), exact, n=0, progress=False)

@@ -17,11 +17,10 @@ from rich.console import Console
 
 from grpo_lab import LabTrainer, data
 from grpo_lab.cli import main
-from grpo_lab.pipelines import parts
 from grpo_lab.pipelines.dry_run import dry_run
-from grpo_lab.pipelines.job import Job
-from grpo_lab.pipelines.recipe import read_recipe, recipe_from
-from grpo_lab.pipelines.shipped import QUICKSTART, shipped_recipe
+from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.sections import read_recipe, recipe_from
+from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 from grpo_lab.testing import tiny_model
 
 GOOD: dict[str, Any] = {
@@ -189,7 +188,8 @@ def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None
     """transformers builds an empty tokenizer in its place: 0, and a run on no words at all."""
     import shutil
 
-    from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+    from grpo_lab.pipelines.sampler import ModelSampler
+    from grpo_lab.recipe.sections import SamplingSettings
 
     bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     said = r"holds a model and no tokenizer \(tokenizer\.json"
@@ -259,7 +259,7 @@ def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.Monkey
     assert sorted(made) == [("cold_start", 1000), ("test", 500), ("train", 4000)]
     assert facts["cold start"].startswith("40,000 from word_problems")
     made.clear()
-    Job.resolve(parts.numbers_read(recipe), parts.lab_config(recipe, bf16=False), overwrite=False, resume=False)
+    Job.resolve(numbers_read(recipe), lab_config(numbers_read(recipe), bf16=False))
     assert sorted(made) == [("cold_start", 40000), ("test", 500), ("train", 4000)]
 
 
@@ -278,5 +278,5 @@ def test_no_engine_is_loaded_for_a_plan(tmp_path: Path) -> None:
 def test_the_real_configuration_is_left_alone() -> None:
     """The dry run's own settings must not reach the run."""
     recipe = recipe_from({**GOOD, "use_cpu": True})
-    assert parts.lab_config(recipe).use_cpu is True
-    assert parts.lab_config(recipe, use_cpu=False).use_cpu is False
+    assert lab_config(numbers_read(recipe)).use_cpu is True
+    assert lab_config(numbers_read(recipe), use_cpu=False).use_cpu is False

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_lab import LabConfig
 from grpo_lab.labs.experiment import record_file, spread, table
-from grpo_lab.pipelines.recipe import read_recipe
+from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 
 ROOT = Path(__file__).resolve().parents[2]

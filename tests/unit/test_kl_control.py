@@ -92,9 +92,7 @@ def test_the_door(kl: dict[str, Any], message: str) -> None:
 
 def test_it_is_said_in_words() -> None:
     config = LabConfig(output_dir="x", use_cpu=True, bf16=False, objective="dr_grpo", kl={**REWARD, "target": 6})
-    from grpo_lab.trainer.settings.algorithm import algorithm_from
-
-    found = algorithm_from(config, config.lab_settings)
+    found = config.algorithm
     assert found.names["kl"] == "0.1·k3 in the reward, steered to 6 nats a completion"
     assert found.objective.kl == KLTerm(0.1, "k3", "reward", control=AdaptiveKL(6))
 

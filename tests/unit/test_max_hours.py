@@ -12,18 +12,18 @@ import pytest
 
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.trainer.resume.stop import hours_of_this_process, started
-from grpo_lab.trainer.settings.parse import max_hours
+from grpo_lab.trainer.settings.parse import LabSettings
 
 
 @pytest.mark.parametrize(("written", "hours"), [(None, None), (2, 2.0), ("23.5", 23.5), (0.25, 0.25)])
 def test_hours(written: Any, hours: float | None) -> None:
-    assert max_hours(written) == hours
+    assert LabSettings(max_hours=written).max_hours == hours
 
 
 @pytest.mark.parametrize("written", [0, -1, True, "soon", float("nan"), float("inf"), [1]])
 def test_no_hours(written: Any) -> None:
     with pytest.raises(ValueError, match=r"`max_hours` is .*; it must be a number of hours above 0"):
-        max_hours(written)
+        LabSettings(max_hours=written)
 
 
 def test_counted_from_the_start_of_the_process() -> None:

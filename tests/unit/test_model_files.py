@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_lab.pipelines.sampler import ModelSampler, SamplingSettings
+from grpo_lab.pipelines.sampler import ModelSampler
+from grpo_lab.recipe.sections import SamplingSettings
 
 
 def other_template(folder: Path) -> None:

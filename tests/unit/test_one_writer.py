@@ -19,9 +19,9 @@ from grpo_lab.pipelines import curate, long2short, run_rounds, train
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.recipe import recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import MetricsFile, refuse_folder
+from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.runs.folder import LOCK, FolderGone, OneWriter, is_empty, write_run
 from grpo_lab.stages.sample import trim_to_whole_batches
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.recipe import Recipe, read_recipe, recipe_from
-from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
-from grpo_lab.pipelines.rows import load_rows
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.models import load_model, lora_config
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import Recipe, read_recipe, recipe_from
+from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 
 TEXT = """
 model: {tiny: {hidden_size: 16, num_layers: 1, initializer_range: 6e-2}}
@@ -47,7 +48,7 @@ def given(*words: str) -> Recipe:
 
 
 def read_yaml_text(text: str) -> dict[str, Any]:
-    from grpo_lab.pipelines.strict_yaml import parsed
+    from grpo_lab.recipe.yaml import parsed
 
     found: dict[str, Any] = parsed(text, "text")
     return found
@@ -68,7 +69,7 @@ def test_exponents_without_a_point_are_numbers_at_every_depth(file: Path) -> Non
 
 
 def test_a_whole_number_with_an_exponent_is_whole(file: Path) -> None:
-    config = parts.lab_config(read_recipe(file))
+    config = lab_config(numbers_read(read_recipe(file)))
     assert config.max_steps == 1000
     assert isinstance(config.max_steps, int)
     assert config.warmup_steps == 5.0
@@ -81,7 +82,7 @@ def test_what_only_looks_like_a_number_stays_text(text: str) -> None:
 
 @pytest.mark.parametrize("word", ["1e-5", "1E-5", "1.0e-5", "0.00001", '"1e-5"'])
 def test_one_number_in_every_writing(word: str) -> None:
-    assert parts.lab_config(given("--learning_rate", word, "--max_steps", "3")).learning_rate == 1e-5
+    assert lab_config(numbers_read(given("--learning_rate", word, "--max_steps", "3"))).learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -126,21 +127,23 @@ def test_one_number_in_every_writing(word: str) -> None:
 )
 def test_what_is_no_number_is_refused_by_name(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parts.lab_config(given(*words))
+        lab_config(numbers_read(given(*words)))
 
 
 def test_switches_are_read_in_every_writing() -> None:
     """The text "false" is true in Python."""
-    config = parts.lab_config(given("--gradient_checkpointing", '"false"', "--max_steps", "3", "--log_completions"))
+    config = lab_config(
+        numbers_read(given("--gradient_checkpointing", '"false"', "--max_steps", "3", "--log_completions"))
+    )
     assert config.gradient_checkpointing is False
     assert config.log_completions is True
-    assert parts.lab_config(given("--save_strategy", "no")).save_strategy == "no"  # YAML 1.1: false
+    assert lab_config(numbers_read(given("--save_strategy", "no"))).save_strategy == "no"  # YAML 1.1: false
 
 
 def test_a_rewards_weight_is_said_once() -> None:
     def weights(weight: float, beside: list[float]) -> Any:
         rewards = [{"name": "accuracy", "weight": weight}]
-        return parts.lab_config(
+        return lab_config(
             recipe_from({**read_yaml_text(TEXT), "rewards": rewards, "reward_weights": beside})
         ).reward_weights
 
@@ -156,9 +159,9 @@ def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     assert len(load_rows(data)) == 10
     builders: list[tuple[dict[str, Any], Any, str]] = [
         ({"data": {"loader": "word_problems", "n": True}}, lambda r: load_rows(r.data), "`data.n` is True; it must be"),
-        ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
-        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: parts.load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
-        ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: parts.lora_config(r.model), "`model.lora.r` is 'many'"),
+        ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
+        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
+        ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: lora_config(r.model), "`model.lora.r` is 'many'"),
     ]  # fmt: skip
     for changed, build, message in builders:
         recipe = recipe_from({**read_yaml_text(TEXT), **changed})

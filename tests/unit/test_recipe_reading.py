@@ -18,13 +18,11 @@ from grpo_lab.pipelines.curation_filters import Asked
 from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
-from grpo_lab.pipelines.parts import build_reward
-from grpo_lab.pipelines.recipe import DataSection, RewardSection, recipe_from
-from grpo_lab.pipelines.recipe_file import parse_overrides, read_yaml
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.rows import load_rows
-from grpo_lab.pipelines.sampler import SamplingSettings
-from grpo_lab.pipelines.strict_yaml import written
+from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import DataSection, RewardSection, SamplingSettings, recipe_from
+from grpo_lab.recipe.yaml import parse_overrides, read_yaml, written
 from grpo_lab.runs.differences import refuse_other_rows, rows_fingerprint
 from grpo_lab.runs.folder import read_marker, write_run
 

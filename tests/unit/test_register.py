@@ -19,7 +19,7 @@ from grpo_lab.batch import Denominators, TokenBatch, masked_sum
 from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Clipped, DetachedWeight, LiteralRow, Unclipped, is_ours
 from grpo_lab.settings import UnknownSettingError
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
-from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
+from grpo_lab.trainer.settings.algorithm import Algorithm
 
 pytestmark = pytest.mark.usefixtures("tables")
 
@@ -62,7 +62,7 @@ def config(**changes: Any) -> LabConfig:
 
 def algorithm(**changes: Any) -> Algorithm:
     made = config(**changes)
-    return algorithm_from(made, made.lab_settings)
+    return made.algorithm
 
 
 def push(**changes: Any) -> Any:
@@ -331,7 +331,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_an_objective_by_the_module_that_registers_it() -> None:
     for name in ("register_team:team_push", "register_team:Push"):
         made = config(objective={"name": name, "strength": 2.0})
-        found = algorithm_from(made, made.lab_settings)
+        found = made.algorithm
         assert found.names["objective"] == "team_push"
         assert found.names["knobs"] == "strength=2.0"
         assert made.objective["name"] == name, "what was written stays: a resumed run loads the module again"

@@ -20,11 +20,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.recipe import Recipe, recipe_from
 from grpo_lab.pipelines.releases import versions
 from grpo_lab.pipelines.resume import cut_metrics, going_on, refuse_another_run, set_aside
 from grpo_lab.pipelines.run_folder import claim, is_begun
 from grpo_lab.pipelines.train import _before, train
+from grpo_lab.recipe.sections import Recipe, recipe_from
 from grpo_lab.runs.differences import rows_fingerprint
 from grpo_lab.runs.folder import read_marker, write_run
 from grpo_lab.runs.stop import Interrupted, heed_stop_file
@@ -104,9 +104,11 @@ def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, mo
 
     monkeypatch.setattr("grpo_lab.pipelines.train.evaluate_saved_model", evaluated)
     target = tmp_path / "evaluation" / "before"
+    evaluation = given(tmp_path).evaluation
+    job: Any = SimpleNamespace(folder=tmp_path, evaluation=evaluation, config=SimpleNamespace(use_cpu=True, seed=0))
     EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(target)
     for _ in range(2):
-        found = _before(given(tmp_path), "start", tmp_path, {}, resume=True)
+        found = _before(job, "start", {}, resume=True)
         assert found is not None
         assert found.stopped is None
         assert made == ["start"]

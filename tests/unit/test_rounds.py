@@ -13,14 +13,14 @@ from grpo_lab.evaluation.run_page import rounds_figures as figures
 from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.io import write_json, write_json_lines
-from grpo_lab.pipelines.questions import Questions
-from grpo_lab.pipelines.recipe_file import read_yaml
 from grpo_lab.pipelines.round_parts import SAMPLES, RoundParts
 from grpo_lab.pipelines.round_selection import questions_of
 from grpo_lab.pipelines.rounds import Round, rounds
 from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from, seed_of
 from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
 from grpo_lab.pipelines.run_rounds import check_folder, plan_of_rounds, settings_of
+from grpo_lab.recipe.job import Questions
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import Stage, carry_out, read_facts
 from grpo_lab.stages.sample import trim_to_whole_batches
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines.recipe import DataSection, ModelSection, Recipe
 from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun
+from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
 
 
 def recipe(folder: Path, **arguments: Any) -> Recipe:

@@ -201,9 +201,8 @@ class Guard:
             self._check_sender(headers)
             self._check_route(scope)
             body = await self._body(scope, headers, receive)
-        except (
-            HTTPException
-        ) as refused:  # the connection is closed: a body that was not read is not taken for a request
+        except HTTPException as refused:
+            # closed, so that a body that was not read is not taken for a request
             closed = {"connection": "close", "cache-control": "no-store", **(refused.headers or {})}
             await JSONResponse({"error": refused.detail}, refused.status_code, closed)(scope, receive, send)
             return

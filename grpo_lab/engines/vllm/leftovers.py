@@ -50,6 +50,3 @@ def remove_left(parent: Path, pattern: str) -> None:
                 held = hold(place)
                 shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink()
                 os.close(held)
-
-
-__all__ = ["hold", "own_folder", "remove_left"]

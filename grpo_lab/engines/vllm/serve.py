@@ -18,6 +18,7 @@ from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions
 from grpo_lab.engines.vllm.server import HOST, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.vllm.token import VARIABLE, Token, default_file
+from grpo_lab.io import looks_local
 from grpo_lab.signals import handle
 
 #: what a folder must hold to be served → files of which it needs one
@@ -99,7 +100,7 @@ def refuse_no_model(model: str) -> None:
             if not any(next(folder.glob(pattern), None) for pattern in patterns):
                 raise ValueError(f"--model {model}: the folder holds no {what} ({' or '.join(patterns)})")
         return
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if looks_local(model):
         raise ValueError(f"--model {model}: no such folder; give a folder of a saved model, or a hub name 'owner/name'")
     from transformers.utils import cached_file
 

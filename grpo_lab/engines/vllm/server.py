@@ -7,7 +7,6 @@ is named (`host`: between the machines of a cluster), and every request needs a 
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import json
 import os
@@ -16,6 +15,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +23,7 @@ from grpo_lab.engines.vllm.engine import EngineOptions, runs_on_cpu
 from grpo_lab.engines.vllm.leftovers import own_folder
 from grpo_lab.engines.vllm.talk import wait_until_ready
 from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server
+from grpo_lab.sandbox.kernel import die_with_parent
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
@@ -153,16 +154,6 @@ def server_environment(options: ServerOptions, token: str, sockets: str | None =
     return environment
 
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, however it ends: no server is left behind."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 class Server:
     """A server process that lives as long as the `with` block, its output in `log` (None: where this process writes).
 
@@ -198,7 +189,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
             )
         limit = self.start_timeout
         wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)

@@ -113,6 +113,3 @@ def _lengths(trainer: GRPOTrainer, prompts: list[Any]) -> list[int]:
 
 def _bytes(prompt: Any) -> int:
     return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
-
-
-__all__ = ["PromptTooLong", "check_room", "check_training_prompts", "refuse_long"]

@@ -58,7 +58,7 @@ class ServerReturn:
         self._unproven = False
         self._trainer: GRPOTrainer | None = None
 
-    def of(self, trainer: GRPOTrainer) -> None:
+    def attach(self, trainer: GRPOTrainer) -> None:
         """The trainer, once it is built: it proves and records."""
         self._trainer = trainer
 

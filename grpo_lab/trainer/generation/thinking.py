@@ -24,7 +24,7 @@ from grpo_lab.engines.thinking_budget import (
     ThinkingBudget,
     budgeted_generate,
 )
-from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking
+from grpo_lab.trainer.settings.rollout import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     """
     if settings.thinking_budget is None:
         return trainer.rollout_func
-    check_thinking(trainer.args, settings)
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
     for name, value in taken.items():
         if value:
@@ -136,6 +135,3 @@ def _record_cuts(trainer: GRPOTrainer, done: list[BudgetedCompletion]) -> None:
     cut, total = trainer.accelerator.gather(counts).sum(0)
     book = trainer.recorder.book()
     book.add_alike("rollout/cut_share", cut, total)
-
-
-__all__ = ["ThinkingRollout", "thinking_rollout", "trainer_generate"]

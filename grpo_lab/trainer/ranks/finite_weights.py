@@ -48,6 +48,3 @@ def names_of_bad(trainer: Any) -> str | None:
 
 def _here(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-__all__ = ["TO_START_FROM", "TRAINED", "NumbersError", "names_of_bad", "refuse_bad_weights"]

@@ -115,6 +115,3 @@ def logged_loss(history: list[dict[str, Any]]) -> float:
             lost = math.isnan(row["loss"])  # to HF, which filters NaN, its loss was 0
             total, last = total + (0.0 if lost else row["loss"]) * (row["step"] - last), row["step"]
     return total
-
-
-__all__ = ["ResumableTrainer", "logged_loss", "mismatch", "pass_epochs"]

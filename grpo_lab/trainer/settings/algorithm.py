@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lab import registry
-from grpo_lab.advantages import AdvantageRule
+from grpo_lab.advantages import AdvantageRule, reads_values
 from grpo_lab.objectives import (
     PRESETS,
     RATIO_LEVELS,
@@ -34,7 +34,7 @@ from grpo_lab.trainer.settings.knobs import (
     surrogate_from,
 )
 from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
-from grpo_lab.trainer.settings.value import ValueSettings, critic_in_force, with_discounts
+from grpo_lab.trainer.settings.value import CRITIC, ValueSettings, with_discounts
 from grpo_lab.trainer.trl_bridge import teams
 
 #: what TRL's ``importance_sampling_level`` may be
@@ -146,7 +146,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     beside = chosen.advantage or row.rule
     named, knobs = advantage_choice(settings.advantage, beside)
     rule = advantage_from(settings.advantage, beside)
-    value = critic_in_force(args, settings, rule, name_of(named))
+    value = (settings.value or CRITIC) if reads_values(rule) else None
     rule = with_discounts(rule, value, knobs)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
     objective = Objective(chosen.name or "custom", push, average, ratio, kl)
@@ -157,13 +157,8 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     rule = advantage_from(settings.advantage, None)
     named = in_words_as(rule, settings.advantage.name) if rule and settings.advantage else _trl_advantage(args)
-    critic_in_force(args, settings, rule, named)
     reason = _why_trl(args)
     if reason is not None:
-        if settings.kl is not None:
-            raise ValueError(
-                f"`kl` is set, but the loss is left to TRL ({reason}), which has a KL of its own; use `beta`"
-            )
         return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
@@ -250,16 +245,3 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
     return level
-
-
-__all__ = [
-    "HOOKS",
-    "LOSS_TYPES",
-    "NOT_TRLS",
-    "TRL_EQUIVALENT",
-    "TRL_SCALING",
-    "Algorithm",
-    "algorithm_from",
-    "name_of",
-    "trl_loss_type",
-]

@@ -1,333 +1,392 @@
-"""TRL's settings beside ours: what contradicts is refused, and what says the same is written into both.
+"""Settings that cannot stand beside each other, one row each; and TRL's fields, kept saying what ours say.
 
-Settings of TRL and transformers that take one of a few names, or a number of a range: what else is refused.
-
-Neither of the two looks at them before they are used: at the first step, or never.
-
-Batch sizes that do not divide meet an error here that names the numbers which would.
+A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames, trainer_log_levels
-
 from grpo_lab import registry
+from grpo_lab.advantages import reads_values
+from grpo_lab.engines.vllm.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
 from grpo_lab.objectives import preset
-from grpo_lab.settings import one_of
+from grpo_lab.settings import from_json
 from grpo_lab.trainer.settings.algorithm import NOT_TRLS, TRL_EQUIVALENT, TRL_SCALING, Algorithm, trl_loss_type
 from grpo_lab.trainer.settings.knobs import CLIP, advantage_choice, written
 from grpo_lab.trainer.settings.parse import LabSettings
 
-#: TRL settings that act inside TRL's own loss or advantages only: refused beside `objective`.
-NOT_HONOURED: tuple[str, ...] = (
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "off_policy_mask_threshold",
-    "multi_objective_aggregation",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
+
+@dataclass(frozen=True)
+class Case:
+    """TRL's fields, our settings, and the algorithm that they come to (``None`` in ``BEFORE``)."""
+
+    args: Any
+    ours: LabSettings
+    algorithm: Any = None
+
+    def of_rollout(self, *names: str) -> str | None:
+        """The first of ``names`` that is written in ``rollout``."""
+        return _first(names, from_json(self.args.rollout, "rollout"))
+
+    @property
+    def thinks(self) -> bool:
+        return self.ours.rollout.thinking_budget is not None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the sampler correction acts."""
+        return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
+
+    @property
+    def kl(self) -> Any:
+        return None if self.algorithm.objective is None else self.algorithm.objective.kl
+
+    @property
+    def updates(self) -> float:
+        """Optimizer steps on one generation batch."""
+        return float(self.args.steps_per_generation * self.args.num_iterations / self.args.gradient_accumulation_steps)
+
+    @property
+    def fresh_reference(self) -> bool:
+        """Whether the reference is the policy whenever a batch is generated."""
+        every = self.args.reference_every
+        if not isinstance(every, int):
+            return every is not None
+        return every == 1 if self.updates < 1 else self.updates % every == 0
+
+
+class Conflict(NamedTuple):
+    """A setting, when it cannot be (anything but None and False is ``found``), and what is said then.
+
+    ``sentence`` is formatted with the fields of the case, ``case`` and ``found``.
+    """
+
+    setting: str
+    when: Callable[[Case], Any]
+    sentence: str
+
+
+def refuse(rows: Iterable[Conflict], case: Case) -> None:
+    """``ValueError`` with the sentence of the first row that holds."""
+    for row in rows:
+        found = row.when(case)
+        if found is not None and found is not False:
+            raise ValueError(row.sentence.format(**vars(case), case=case, found=found))
+
+
+def _first(names: Iterable[str], among: Any) -> str | None:
+    return next((name for name in names if name in (among or ())), None)
+
+
+_PHASE = (
+    *("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop", "stop_token_ids", "n"),
+    *("repetition_detection", "max_time"),
+)
+"""Sampling settings of either engine that would end a phase of thinking or answering."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "extra_args": (None, {}),
+    "vllm_xargs": (None, {}),
+    "vllm_structured_outputs_regex": (None,),
+}
+"""Settings that cut or bend the engine's distribution → the values that leave it alone."""
+LOWEST, HIGHEST = 0.01, 2.0
+"""vLLM raises a lower temperature (other than 0, greedy) to the lowest, without an error."""
+
+
+class _Cut(NamedTuple):
+    setting: str
+    value: Any
+    neutral: Any
+
+
+def _cut(case: Case) -> _Cut | None:
+    """What cuts the engine's distribution under the sampler correction; ``generation_kwargs`` win over the flat settings.
+
+    The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with a cut
+    the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
+    """
+    extra = case.args.generation_kwargs or {}
+    for name, allowed in NEUTRAL.items() if case.corrects else ():
+        value = extra[name] if name in extra else getattr(case.args, name, None)
+        if value not in allowed:
+            return _Cut(f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1])
+    return None
+
+
+def _half(case: Case) -> str | None:
+    batching = case.args.use_transformers_continuous_batching and not case.args.use_vllm
+    return next((name for name in ("bf16", "fp16") if batching and getattr(case.args, name)), None)
+
+
+BEFORE = (
+    Conflict(
+        "rollout",
+        lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "tolerance", "engine", "server"),
+        "`rollout.{found}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on",
+    ),
+    Conflict(
+        "rollout.server",
+        lambda c: c.args.vllm_mode != "server" and c.of_rollout("server"),
+        "`rollout.server` has an effect only with `vllm_mode: server`, and it is {args.vllm_mode!r}: leave it out",
+    ),
+    Conflict(
+        "rollout.engine",
+        lambda c: c.args.vllm_mode == "server" and c.of_rollout("engine"),
+        "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
+        "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)",
+    ),
+    Conflict(
+        "rollout.thinking_budget",
+        lambda c: c.thinks and c.args.max_completion_length is None,
+        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left for "
+        "the answer is the difference; set it",
+    ),
+    Conflict(
+        "rollout.thinking_budget",
+        lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
+        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is "
+        "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise the "
+        "other",
+    ),
+    Conflict(
+        "rollout.thinking_budget",
+        lambda c: c.thinks and c.args.vllm_structured_outputs_regex,
+        "`vllm_structured_outputs_regex` would have to match the thinking and the answer each on its own under "
+        "`rollout.thinking_budget`; leave one of them out",
+    ),
+    Conflict(
+        "rollout.thinking_budget",
+        lambda c: c.thinks and _first(_PHASE, c.args.generation_kwargs),
+        "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see it; "
+        "leave one of them out (`max_completion_length` is the limit of a whole completion)",
+    ),
+    Conflict(
+        "sampler",
+        lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
+        "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: leave "
+        "one out",
+    ),
+    Conflict(
+        "sampler",
+        lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
+        "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from its "
+        "start; leave one out",
+    ),
+    Conflict(
+        "objective",
+        lambda c: c.ours.objective is None and c.args.loss_type.startswith(NOT_TRLS),
+        "`loss_type`={args.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
+        "`objective` as in that run, or a `loss_type` of TRL's",
+    ),
+    Conflict(
+        "kl.coefficient",
+        lambda c: c.ours.kl and c.ours.kl.coefficient is not None and c.args.beta not in (0.0, c.ours.kl.coefficient),
+        "`kl.coefficient` is {ours.kl.coefficient} and `beta` is {args.beta}: two names for one number; set one",
+    ),
+    Conflict(
+        "use_transformers_continuous_batching",
+        _half,
+        "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
+        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then on. "
+        "Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
+    ),
+    Conflict(
+        "temperature",
+        lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
+        f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} instead, "
+        "while the trainer computes its log-probs at the value written; above it refuses",
+    ),
+    Conflict(
+        "vllm_importance_sampling_correction",
+        _cut,
+        "`{found.setting}`={found.value!r} does not combine with `vllm_importance_sampling_correction`: the engine's "
+        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below 1 "
+        "even where both agree. Leave `{found.setting}` at {found.neutral!r}, or set "
+        "`vllm_importance_sampling_correction: false`",
+    ),
 )
 
 
-#: advantage rule → TRL's ``scale_rewards``, as far as that goes: what divides. Of a rule that is not here TRL's scaling is not in force: "none"
+AFTER = (
+    Conflict(
+        "vllm_importance_sampling_mode",
+        lambda c: (
+            (c.algorithm.objective is not None and c.algorithm.objective.whole_response)
+            and (c.corrects and c.args.vllm_importance_sampling_mode.startswith("token"))
+        ),
+        "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
+        "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or 'sequence_truncate', "
+        "or switch `vllm_importance_sampling_correction` off",
+    ),
+    Conflict(
+        "value",
+        lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),
+        "`value` is set, and no critic is asked for: the advantage rule is {algorithm.names[advantage]!r}; set "
+        "`objective: ppo` (or `advantage: gae`), or leave `value` out",
+    ),
+    Conflict(
+        "advantage",
+        lambda c: c.ours.objective is None and reads_values(c.algorithm.advantage),
+        "`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it",
+    ),
+    Conflict(
+        "update.dead_groups",
+        lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
+        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to learn from; "
+        "leave it out",
+    ),
+    Conflict(
+        "value.missing_eos_penalty",
+        lambda c: (
+            (c.algorithm.value is not None and c.algorithm.value.missing_eos_penalty is not None)
+            and c.args.mask_truncated_completions
+        ),
+        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions out "
+        "of the loss; leave one out",
+    ),
+    Conflict(
+        "kl.gamma",
+        lambda c: c.algorithm.value is not None and c.ours.kl is not None and c.ours.kl.gamma is not None,
+        "`kl.gamma` has no effect with a critic, whose discount is for all rewards: set `value.gamma`, and leave it out",
+    ),
+    Conflict(
+        "kl",
+        lambda c: c.ours.kl is not None and c.algorithm.objective is None,
+        "`kl` is set, but the loss is left to TRL ({algorithm.left_to_trl}), which has a KL of its own; use `beta`",
+    ),
+    Conflict(
+        "reference_every",
+        lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
+        "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not set): set "
+        "one of them, or leave it out",
+    ),
+    Conflict(
+        "reference_every",
+        lambda c: c.args.reference_every is not None and c.args.sync_ref_model,
+        "`reference_every`={args.reference_every!r} and `sync_ref_model` both move the reference (TRL's with "
+        "`ref_model_mixup_alpha`={args.ref_model_mixup_alpha}): leave one out",
+    ),
+    Conflict(
+        "reference_every",
+        lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
+        "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} updates a "
+        "generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the loss "
+        "(`kl.placement: loss`)",
+    ),
+    Conflict(
+        "reference_every",
+        lambda c: c.fresh_reference and c.updates <= 1,
+        "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets {case.updates:g} "
+        "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or `num_iterations`",
+    ),
+)
+
+
+def refuse_sampling_keys(args: Any) -> None:
+    """``ValueError`` for a key of ``generation_kwargs`` that the engine ignores, that says something else than the setting it is
+    another name for, or that changes what TRL reads from the answer."""
+    extra = args.generation_kwargs or {}
+    refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
+    alike = {"temperature": args.temperature}
+    if args.use_vllm or args.objective is not None:  # without either, all that counts is TRL's
+        alike["max_completion_length"] = args.max_completion_length
+    refuse_two_names(extra, alike)
+    if args.mask_truncated_completions:
+        refuse_ends(extra)
+
+
+# -- TRL's fields and ours ------------------------------------------------------------------------------------------------
+
+NOT_HONOURED: tuple[str, ...] = (
+    *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold", "multi_objective_aggregation"),
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+"""TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``."""
 SCALING: dict[str, str] = {**TRL_SCALING, "process": "group"}
+"""Advantage rule → TRL's ``scale_rewards``, as far as that goes: what divides. Of a rule that is not here: "none"."""
 
 
-def refuse_contradictions(args: Any, settings: LabSettings) -> None:
-    """Refuse TRL settings beside ``objective`` that it does not honour, or that say the same thing differently."""
-    chosen = settings.objective
-    assert chosen is not None
-    for name in NOT_HONOURED:
-        if written(args, name) and getattr(args, name) != _default(args, name):
-            raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss, and `objective`={chosen.name!r} does not honour "
-                f"it: leave out `{name}`, or leave out `objective` and use TRL's `loss_type`"
-            )
+def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
+    """TRL's field → (what ours make it, our setting, its value)."""
+    chosen = ours.objective
+    if chosen is None:
+        rule = None if ours.advantage is None else ours.advantage.name
+        return {} if rule is None else {"scale_rewards": (_scaling(rule), "advantage", rule)}
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
-    derived = args.loss_type == trl_loss_type(chosen) or args.loss_type.startswith(
-        f"{NOT_TRLS}{chosen.name or 'grpo'}+"
-    )
-    if not derived:  # else it was written by ``agree_with_trl``; a saved record may hold a part by another name
-        _same(args, "loss_type", loss_type, "objective", chosen.name)
-    _same(args, "importance_sampling_level", chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio)
-    rule = _rule(settings)
-    _same(
-        args,
-        "scale_rewards",
-        _scaling(rule),
-        "advantage",
-        rule,
-    )
-    if row.plain_k3 and settings.kl is None:
-        _same(args, "use_bias_correction_kl", False, "objective", chosen.name)
-    for name in CLIP:
-        ours = chosen.knobs.get(name)
-        if ours is not None:
-            _same(args, name, ours, f"objective.{name}", ours)
+    rule = advantage_choice(ours.advantage, chosen.advantage or row.advantage)[0]
+    said: dict[str, tuple[Any, str, Any]] = {
+        "loss_type": (loss_type, "objective", chosen.name),
+        "importance_sampling_level": (chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
+        "scale_rewards": (_scaling(rule), "advantage", rule),
+    }
+    if row.plain_k3 and ours.kl is None:
+        said["use_bias_correction_kl"] = (False, "objective", chosen.name)
+    knobs = {name: chosen.knobs[name] for name in CLIP if chosen.knobs.get(name) is not None}
+    return said | {name: (value, f"objective.{name}", value) for name, value in knobs.items()}
 
 
-def agree_on_advantages(args: Any, rule: Any) -> None:
-    """``advantage`` without ``objective``: a rule of ours makes the advantages, so TRL's two settings for them say the same or nothing."""
-    scaling = _scaling(rule)
-    _same(args, "scale_rewards", scaling, "advantage", rule)
-    name = "multi_objective_aggregation"
-    if getattr(args, name) != _default(args, name):
-        raise ValueError(
-            f"`{name}`={getattr(args, name)!r} acts in TRL's own advantages, and `advantage`={rule!r} makes them: leave one out"
-        )
-    args.scale_rewards = scaling
+def agree_with_trl(args: Any, ours: LabSettings) -> None:
+    """Refuse TRL settings that say otherwise than ours, or that ours do not honour; then write ours into TRL's fields, so that
+    whatever reads those (model card, logs) reads the truth.
+
+    Raises:
+        ValueError: names both settings.
+    """
+    chosen, said = ours.objective, _said_of(ours)
+    place = ("advantage", ours.advantage and ours.advantage.name) if chosen is None else ("objective", chosen.name)
+    for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
+        default = next(f.default for f in dataclasses.fields(args) if f.name == name)
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} does "
+                f"not honour it: leave one out"
+            )
+    for name, (expected, setting, value) in said.items():
+        if name == "loss_type" and chosen is not None and _is_derived(args, chosen):
+            continue
+        if written(args, name) and getattr(args, name) != expected:
+            meaning = f"has no counterpart among TRL's `{name}`" if expected is None else f"means `{name}`={expected!r}"
+            raise ValueError(
+                f"`{name}`={getattr(args, name)!r} contradicts `{setting}`={value!r}, which {meaning}: leave one out"
+            )
+    values: Mapping[str, Any] = {name: expected for name, (expected, *_) in said.items()}
+    if chosen is not None:
+        row = preset(chosen.name or "grpo")
+        values = {**values, "loss_type": trl_loss_type(chosen), "importance_sampling_level": chosen.ratio or row.ratio}
+    for name, value in values.items():
+        setattr(args, name, value)
 
 
-def refuse_token_weights(args: Any, algorithm: Algorithm) -> None:
-    """Whole responses are weighed as a whole."""
-    objective, mode = algorithm.objective, args.vllm_importance_sampling_mode
-    if objective is None or not objective.whole_response:
-        return
-    if args.use_vllm and args.vllm_importance_sampling_correction and mode.startswith("token"):
-        raise ValueError(
-            f"`vllm_importance_sampling_mode` is {mode!r}, and objective {objective.name!r} is about whole responses: use "
-            "'sequence_mask' (TRL's default) or 'sequence_truncate', or switch `vllm_importance_sampling_correction` off"
-        )
-
-
-def _same(args: Any, name: str, expected: Any, ours: str, value: Any) -> None:
-    if written(args, name) and getattr(args, name) != expected:
-        meaning = f"means `{name}`={expected!r}" if expected is not None else f"has no counterpart among TRL's `{name}`"
-        raise ValueError(
-            f"`{name}`={getattr(args, name)!r} contradicts `{ours}`={value!r}, which {meaning}: leave one out"
-        )
-
-
-def agree_with_trl(args: Any, settings: LabSettings) -> None:
-    """Write the objective into TRL's fields too, so that whatever reads those (model card, logs) reads the truth."""
-    chosen = settings.objective
-    assert chosen is not None
-    row = preset(chosen.name or "grpo")
-    args.loss_type = trl_loss_type(chosen)
-    args.importance_sampling_level = chosen.ratio or row.ratio
-    if row.plain_k3 and settings.kl is None:
-        args.use_bias_correction_kl = False
-    rule = _rule(settings)
-    args.scale_rewards = _scaling(rule)
-    for name in CLIP:
-        if chosen.knobs.get(name) is not None:
-            setattr(args, name, chosen.knobs[name])
+def _is_derived(args: Any, chosen: Any) -> bool:
+    """Whether ``agree_with_trl`` wrote the ``loss_type``; a saved record may hold a part by another name."""
+    return args.loss_type == trl_loss_type(chosen) or args.loss_type.startswith(f"{NOT_TRLS}{chosen.name or 'grpo'}+")
 
 
 def clip_in_force(args: Any, algorithm: Algorithm) -> None:
     """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
-    push = algorithm.objective.surrogate if algorithm.objective is not None else None
-    for name in set(CLIP) & set(registry.knobs_of(push)):
-        setattr(args, name, getattr(push, name))
-
-
-def _rule(settings: LabSettings) -> Any:
-    """The advantage rule that is named: by ``advantage``, else by the objective."""
-    chosen = settings.objective
-    assert chosen is not None
-    beside = chosen.advantage or preset(chosen.name or "grpo").advantage
-    return advantage_choice(settings.advantage, beside)[0]
+    surrogate = algorithm.objective.surrogate if algorithm.objective is not None else None
+    for name in set(CLIP) & set(registry.knobs_of(surrogate)):
+        setattr(args, name, getattr(surrogate, name))
 
 
 def _scaling(rule: Any) -> str:
     return SCALING.get(rule, "none") if isinstance(rule, str) else "none"
-
-
-def _default(args: Any, name: str) -> Any:
-    return next(f.default for f in dataclasses.fields(args) if f.name == name)
-
-
-def _values(kind: type[Enum]) -> list[str]:
-    return [str(member.value) for member in kind]
-
-
-CHOICES: dict[str, Sequence[str]] = {
-    "lr_scheduler_type": _values(SchedulerType),
-    "optim": _values(OptimizerNames),
-    "save_strategy": _values(SaveStrategy),
-    "logging_strategy": _values(IntervalStrategy),
-    "eval_strategy": _values(IntervalStrategy),
-    "hub_strategy": _values(HubStrategy),
-    "log_level": list(trainer_log_levels),
-    "log_level_replica": list(trainer_log_levels),
-    "vllm_mode": ("server", "colocate"),
-    "vllm_model_impl": ("vllm", "transformers"),
-    "vllm_importance_sampling_mode": ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "scale_rewards": ("group", "batch", "none"),
-}
-SEEDS = 2**32
-"""numpy's, which transformers seeds beside torch: 0 … 2³² − 1."""
-
-
-class Range(NamedTuple):
-    """What a number must be, in words and as a question."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_FINITE = Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
-_ABOVE_0 = Range("a finite number above 0", lambda value: 0 < value < math.inf)
-_BELOW_1 = Range("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-_SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
-_PART = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-_COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
-
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(
-        ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "dataloader_num_workers"), _FINITE
-    ),
-    **dict.fromkeys(("temperature", "repetition_penalty", "logging_steps", "save_steps"), _ABOVE_0),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), _BELOW_1),
-    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"), _SHARE),
-    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), _PART),
-    **dict.fromkeys(
-        (
-            *("max_completion_length", "max_length", "num_iterations", "ref_model_sync_steps", "save_total_limit"),
-            *("steps_per_generation", "generation_batch_size", "num_generations_eval", "gradient_accumulation_steps"),
-            *("per_device_train_batch_size", "per_device_eval_batch_size"),
-            *("vllm_tensor_parallel_size", "vllm_max_model_length"),
-        ),
-        _COUNT,
-    ),
-    "seed": Range(f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
-    "eval_steps": _FINITE,  # 0: as `logging_steps`
-    "max_steps": Range("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
-}
-BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
-"""Read only where the strategy is `steps`."""
-
-
-def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range.
-
-    Args:
-        where: the section, for messages (``"cold_start"``; empty for a flat setting).
-    """
-    prefix = f"{where}." if where else ""
-    for name, known in CHOICES.items():
-        value = values.get(name)
-        if isinstance(value, str) and not isinstance(value, Enum) and value not in known:
-            raise ValueError(f"`{prefix}{name}` is {value!r}{one_of(value, known)}")
-    for name, allowed in _ranges(values).items():
-        value = values.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not allowed.holds(value):
-            more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
-            raise ValueError(f"`{prefix}{name}` is {value}; it must be {allowed.words}{more}")
-
-
-def _ranges(values: Mapping[str, Any]) -> dict[str, Range]:
-    """Those that are read beside the other settings."""
-    ranges = {name: one for name, one in RANGES.items() if _by_steps(values, name)}
-    if not (values.get("max_steps") or -1) > 0:
-        ranges["num_train_epochs"] = _ABOVE_0
-    off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
-    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
-    return ranges
-
-
-def _by_steps(values: Mapping[str, Any], name: str) -> bool:
-    strategy = values.get(BY_STRATEGY.get(name, ""), "steps")
-    return str(getattr(strategy, "value", strategy)) == "steps"
-
-
-def check_batch_sizes(args: Any) -> None:
-    """Check what TRL will derive its generation batch from, before it does.
-
-    generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
-    groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
-
-    Raises:
-        ValueError: with the sizes seen, and for each setting the nearest values that would divide.
-    """
-    group = args.num_generations
-    if group < 2:
-        raise ValueError(f"`num_generations` is {group}; a group needs at least 2 completions to be compared")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"`{name}` is {getattr(args, name)}; it must be ≥ 1")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.steps_per_generation is not None and args.generation_batch_size == (
-        args.per_device_train_batch_size * world * args.steps_per_generation
-    ):
-        args.generation_batch_size = (
-            None  # TRL derives it again, and refuses both also where they agree (``dataclasses.replace``)
-        )
-    if args.generation_batch_size is not None:
-        _check_given(args.generation_batch_size, args.per_device_train_batch_size * world, group, args, world)
-    else:
-        _check_derived(args, world, group)
-    _check_eval(args, world)
-
-
-def _check_given(batch: int, micro: int, group: int, args: Any, world: int) -> None:
-    if args.steps_per_generation is not None:
-        raise ValueError(
-            f"`generation_batch_size`={batch} and `steps_per_generation`={args.steps_per_generation} are both set; one "
-            "follows from the other: leave one out (`dataclasses.replace`: set it to None)"
-        )
-    if batch % micro or batch % group:
-        unit = math.lcm(micro, group)
-        raise ValueError(
-            f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
-            f"{args.per_device_train_batch_size} × {world} = {micro} and by `num_generations` = {group}. "
-            f"`generation_batch_size` {_nearest(batch, unit)} would do"
-        )
-
-
-def _check_derived(args: Any, world: int, group: int) -> None:
-    own = args.steps_per_generation is not None
-    steps_name = "steps_per_generation" if own else "gradient_accumulation_steps"
-    size, steps = args.per_device_train_batch_size, getattr(args, steps_name)
-    batch = size * world * steps
-    if batch % group == 0:
-        return
-    groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
-    raise ValueError(
-        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} completions per "
-        f"generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
-        f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
-        + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
-    )
-
-
-def _check_eval(args: Any, world: int) -> None:
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
-        return
-    setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
-    group = getattr(args, setting)
-    if group < 1:
-        raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
-    size = args.per_device_eval_batch_size
-    if size * world % group:
-        raise ValueError(
-            f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by `{setting}` = "
-            f"{group}. What would do: `per_device_eval_batch_size` {_nearest(size, group // math.gcd(group, world))}, or "
-            f"`num_generations_eval` {', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
-        )
-
-
-def _nearest(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
+from grpo_lab.io import check_place, is_local
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
@@ -43,19 +43,12 @@ def check_model(model: Any) -> None:
     """A model path must be a local folder with a config, or a hub name that can be reached."""
     if not isinstance(model, (str, os.PathLike)):
         return
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"`model` is the folder {str(model)!r}, which holds no config.json; it must be a saved model"
-            )
+    name = check_place(str(model), "model")
+    if is_local(name):
         return
-    looks_local = str(model).startswith((".", "/", "~")) or str(model).count("/") > 1
-    if looks_local:
-        raise ValueError(f"`model` is {str(model)!r}: no such folder; give a local folder or a hub name 'owner/name'")
-    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True") and not _in_hub_cache(str(model)):
+    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True") and not _in_hub_cache(name):
         raise ValueError(
-            f"`model` is {str(model)!r}: not a local folder, not in the local hub cache, and HF_HUB_OFFLINE is set, so it "
+            f"`model` is {name!r}: not a local folder, not in the local hub cache, and HF_HUB_OFFLINE is set, so it "
             "cannot be reached; give a local folder or unset HF_HUB_OFFLINE"
         )
 

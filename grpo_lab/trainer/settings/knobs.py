@@ -24,7 +24,6 @@ from grpo_lab.trainer.settings.parse import (
     AdvantageSettings,
     LabSettings,
     ObjectiveSettings,
-    load_object,
 )
 
 #: values of TRL's ``loss_type`` that only TRL computes
@@ -204,7 +203,7 @@ def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
 
 def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
     if isinstance(chosen, str):
-        return load_object(chosen, setting) if ":" in chosen else registry.found(table, chosen, setting)
+        return registry.load_named(chosen, setting) if ":" in chosen else registry.found(table, chosen, setting)
     return chosen
 
 

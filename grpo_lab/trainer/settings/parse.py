@@ -1,33 +1,34 @@
-"""The small mappings of ``LabConfig`` as typed settings, checked at the door.
+"""What ``LabConfig`` adds to TRL's settings, as typed settings: its small mappings, and single values.
 
-``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all of them JSON text. Unknown keys are refused with the nearest
-match; a knob that would have no effect is an error, not silence. Keys that belong to a part (``objective: {tau: …}``) are ``knobs``:
-which there are, the part's dataclass says.
-
-The mapping ``guard``: what happens to an optimizer step with a number that is not finite.
-
-``max_hours`` and ``stop_file``: what they may be.
-
-The mapping ``reward_schedules``: a reward's weight as a function of the optimizer step.
+``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all mappings JSON text. Unknown keys are
+refused with the nearest match; a knob that would have no effect is an error, not silence. Keys that belong to a part
+(``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from grpo_lab.rewards.schedules import Schedule, schedule_from
-from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Switch, from_json, must_be, read, settings
-from grpo_lab.trainer.settings.rollout import RolloutSettings, check_thinking, refuse_idle_rollout
-from grpo_lab.trainer.settings.sampler import SamplerSettings, check_sampler
+from grpo_lab.settings import (
+    NULL_IS_DEFAULT,
+    Hours,
+    Number,
+    OnlySwitch,
+    Positive,
+    Switch,
+    from_json,
+    must_be,
+    read,
+    settings,
+)
+from grpo_lab.trainer.settings.rollout import RolloutSettings
+from grpo_lab.trainer.settings.sampler import SamplerSettings
 from grpo_lab.trainer.settings.value import ValueSettings
 
 
@@ -47,6 +48,23 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"`reward_schedules.{name}`: {error}") from error
     return found
+
+
+def _off(value: Any) -> Any:
+    """YAML 1.1 reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+def _digits(value: Any) -> Any:
+    """Command lines have text."""
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+
+
+def _path_of_a_file(value: Any) -> str:
+    """ValueError for no path, and for that of a folder, which is always there."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value) or os.path.isdir(value):
+        raise ValueError
+    return os.fspath(value)
 
 
 @settings(bare="name")
@@ -132,11 +150,6 @@ class KLSettings:
                 raise ValueError(f"`kl.{name}` has an effect only with `kl.target`; leave it out, or set a target")
 
 
-def _off(value: Any) -> Any:
-    """YAML 1.1 reads a bare `off` as false."""
-    return "off" if value is False else value
-
-
 @settings(bare="name")
 class UpdateSettings:
     """``update``: ``"off"`` (stock), or the exact update.
@@ -175,9 +188,21 @@ class UpdateSettings:
         return self.name == "off"
 
 
+GENERATION = "generation"
+ReferenceEvery = Annotated[
+    Literal["generation"] | Annotated[int, BeforeValidator(_digits), Field(ge=1, strict=True)],
+    must_be(f"a number of optimizer steps (at least 1), or {GENERATION!r}: before every generation batch"),
+]
+StopFile = Annotated[
+    str,
+    BeforeValidator(_path_of_a_file),
+    must_be("the path of a file, there or not yet, or left out (STOP in `output_dir`)"),
+]
+
+
 @settings()
 class LabSettings:
-    """All mappings of ``LabConfig``, parsed and checked. ``None`` = not set."""
+    """What ``LabConfig`` adds, parsed and checked. ``None`` = not set."""
 
     objective: ObjectiveSettings | None = None
     advantage: AdvantageSettings | None = None
@@ -188,6 +213,11 @@ class LabSettings:
     sampler: SamplerSettings | None = None
     guard: GuardSettings | None = None
     reward_schedules: Annotated[Mapping[str, Schedule], BeforeValidator(reward_schedules)] = field(default_factory=dict)
+    reset_optimizer: OnlySwitch | None = None
+    reference_every: ReferenceEvery | None = None
+    max_hours: Hours | None = None
+    stop_file: StopFile | None = None
+    save_checksums: OnlySwitch | None = None
 
     @property
     def randomness(self) -> str:
@@ -208,75 +238,16 @@ class LabSettings:
         return self.guard is not None and self.guard.is_off
 
 
-def lab_settings(args: Any) -> LabSettings:
-    """Our mappings of any configuration (a plain ``GRPOConfig`` has none), with what they cannot be combined with.
-
-    Raises:
-        ValueError: what was seen, what is allowed, which setting.
-    """
-    written = {name: from_json(getattr(args, name, None), name) for name in LabSettings.__dataclass_fields__}
-    found = read(LabSettings, written)
-    refuse_idle_rollout(args, written["rollout"] or {})
-    check_thinking(args, found.rollout)
-    check_sampler(args, found.sampler)
-    return found
+def parsed(args: Any) -> LabSettings:
+    """Our settings of a ``LabConfig``. ValueError: what was seen, what is allowed, which setting."""
+    return read(LabSettings, {name: from_json(getattr(args, name), name) for name in LabSettings.__dataclass_fields__})
 
 
-def load_object(reference: str, setting: str) -> Any:
-    """``"package.module:attribute"`` → the object."""
-    module_name, _, attribute = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        looked = f"looked on Python's path, which starts with {sys.path[0] or Path.cwd()}"
-        raise ValueError(f"`{setting}` is {reference!r}, which cannot be loaded: {error} ({looked})") from error
-
-
-#: what ``LabConfig`` adds to TRL's fields
-OUR_FIELDS: tuple[str, ...] = (
-    *LabSettings.__dataclass_fields__,
-    "reset_optimizer",
-    "reference_every",
-    "max_hours",
-    "stop_file",
-    "save_checksums",
-)
+OUR_FIELDS: tuple[str, ...] = tuple(LabSettings.__dataclass_fields__)
+"""What ``LabConfig`` adds to TRL's fields."""
 
 
 def named_by(part: Any) -> str:
     """``"module:attribute"`` of a function or class, of the class for an instance."""
     kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def max_hours(written: Any) -> float | None:
-    """Hours, more than 0; ``None`` without a limit; digits are a number (command lines).
-
-    Raises:
-        ValueError: anything else.
-    """
-    if written is None:
-        return None
-    try:
-        hours = math.nan if isinstance(written, bool) else float(written)
-    except (TypeError, ValueError):
-        hours = math.nan
-    if not 0 < hours < math.inf:
-        raise ValueError(f"`max_hours` is {written!r}; it must be a number of hours above 0, or left out")
-    return hours
-
-
-def stop_file(written: Any) -> str | None:
-    """The path of a file, there or not; ``None``: ``STOP`` in ``output_dir``.
-
-    Raises:
-        ValueError: no path, or the path of a folder, which is always there.
-    """
-    if written is None:
-        return None
-    if not isinstance(written, str | os.PathLike) or not os.fspath(written) or os.path.isdir(written):
-        seen = f"{written!r}, a folder" if isinstance(written, str) and written else repr(written)
-        raise ValueError(
-            f"`stop_file` is {seen}; it must be the path of a file, there or not yet, or left out (STOP in `output_dir`)"
-        )
-    return os.fspath(written)

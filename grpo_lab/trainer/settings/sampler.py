@@ -56,19 +56,3 @@ class SamplerSettings:
     @property
     def column(self) -> str | None:
         return self["pass_rate_column"] or None
-
-
-def check_sampler(args: Any, chosen: SamplerSettings | None) -> None:
-    """Refuse a `sampler` beside a setting which contradicts it."""
-    if chosen is None:
-        return
-    if not getattr(args, "shuffle_dataset", True):
-        raise ValueError(
-            f"`shuffle_dataset`=False asks for the order of the data set and `sampler`={chosen.name!r} for another: "
-            "leave one out"
-        )
-    if args.ignore_data_skip:
-        raise ValueError(
-            "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
-            "its start; leave one out"
-        )

@@ -1,7 +1,4 @@
-"""The mapping ``value``: the critic of PPO, and what is made of its values.
-
-``reference_every``: what it may be, and where it would do nothing; what of ``kl`` depends on batch sizes.
-"""
+"""The mapping ``value``: the critic of PPO, and what is made of its values."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_lab.advantages import reads_values
-from grpo_lab.objectives import KLTerm
 from grpo_lab.settings import NULL_IS_DEFAULT, Count, Number, Switch, must_be, settings
 
 #: kinds of ``value.model`` that are no folder or hub name
@@ -54,12 +49,12 @@ class ValueSettings:
         changed = [
             f"{name}={getattr(self, name)}"
             for name, field in self.__dataclass_fields__.items()
-            if name not in ("model", "gamma", "lam") and getattr(self, name) != getattr(_DEFAULT, name)
+            if name not in ("model", "gamma", "lam") and getattr(self, name) != getattr(CRITIC, name)
         ]
         return ", ".join([self.model, *changed])
 
 
-_DEFAULT = ValueSettings()
+CRITIC = ValueSettings()
 
 
 def with_discounts(rule: Any, value: ValueSettings | None, knobs: dict[str, Any]) -> Any:
@@ -87,43 +82,6 @@ def with_discounts(rule: Any, value: ValueSettings | None, knobs: dict[str, Any]
     return rule
 
 
-def critic_in_force(args: Any, found: Any, rule: Any, rule_name: str) -> ValueSettings | None:
-    """The critic that the rule reads, with everything that it cannot stand beside.
-
-    Args:
-        found: ``LabSettings``.
-        rule: the advantage rule in force, called ``rule_name``.
-
-    Raises:
-        ValueError: what was seen, what is allowed, which setting.
-    """
-    if not reads_values(rule):
-        if found.value is not None:
-            raise ValueError(
-                f"`value` is set, and no critic is asked for: the advantage rule is {rule_name!r}; set `objective: ppo` (or "
-                "`advantage: gae`), or leave `value` out"
-            )
-        return None
-    if found.objective is None:
-        raise ValueError("`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it")
-    if found.update.dead_groups == "resample":
-        raise ValueError(
-            "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to learn from; "
-            "leave it out"
-        )
-    value = found.value or _DEFAULT
-    if value.missing_eos_penalty is not None and args.mask_truncated_completions:
-        raise ValueError(
-            "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions out of "
-            "the loss; leave one out"
-        )
-    if found.kl is not None and found.kl.gamma is not None:
-        raise ValueError(
-            "`kl.gamma` has no effect with a critic, whose discount is for all rewards: set `value.gamma`, and leave it out"
-        )
-    return value  # type: ignore[no-any-return]
-
-
 def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
     """What a trainer's class and its caller bring beside a critic.
 
@@ -144,67 +102,3 @@ def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: 
             "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, and set `optim`, "
             "`learning_rate` and `value.learning_rate`"
         )
-
-
-GENERATION = "generation"
-
-
-def reference_every(written: Any) -> int | str | None:
-    """A number of optimizer steps, ``"generation"`` or ``None``; digits are a number (command lines).
-
-    Raises:
-        ValueError: anything else.
-    """
-    value = int(written) if isinstance(written, str) and written.strip().isdigit() else written
-    if value is None or value == GENERATION or (type(value) is int and value >= 1):
-        return value
-    raise ValueError(
-        f"`reference_every` is {written!r}; it must be a number of optimizer steps (at least 1), or {GENERATION!r}: before every "
-        "generation batch"
-    )
-
-
-def check_kl(args: Any, kl: KLTerm | None) -> None:
-    """Refuse a moving reference that there is none of, that two settings move, or whose KL would always be 0; and a horizon too short.
-
-    Args:
-        kl: the KL term of an objective of ours, where there is one.
-
-    Raises:
-        ValueError: names both settings.
-    """
-    if kl is not None and kl.control is not None:
-        kl.control.rate_of(args.generation_batch_size)
-    every = args.reference_every
-    if every is None:
-        return
-    if args.beta == 0.0:
-        raise ValueError(
-            f"`reference_every` is {every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not set): set one of them, or leave "
-            "it out"
-        )
-    if args.sync_ref_model:
-        raise ValueError(
-            f"`reference_every`={every!r} and `sync_ref_model` both move the reference (TRL's with `ref_model_mixup_alpha`="
-            f"{args.ref_model_mixup_alpha}): leave one out"
-        )
-    updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if not _is_fresh(every, updates):
-        return
-    if kl is not None and kl.placement == "reward":
-        raise ValueError(
-            f"`reference_every`={every!r} makes the reference the policy that generates ({updates:g} updates a generation batch), so a KL in "
-            "the reward is always 0: raise `reference_every`, or put the KL in the loss (`kl.placement: loss`)"
-        )
-    if updates <= 1:
-        raise ValueError(
-            f"`reference_every`={every!r} has no effect but to switch the KL off: a generation batch gets {updates:g} updates, and the "
-            "reference is the policy itself; raise it, or raise `steps_per_generation` or `num_iterations`"
-        )
-
-
-def _is_fresh(every: int | str, updates: float) -> bool:
-    """Whether the reference is the policy whenever a batch is generated."""
-    if every == GENERATION or not isinstance(every, int):
-        return True
-    return every == 1 if updates < 1 else updates % every == 0

@@ -55,6 +55,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_issue_warnings_after_load": ("self", "load_result"),
     "_load_best_model": ("self",),
+    "_init_training_state": (
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ),
+    "_load_rng_state": ("self", "checkpoint"),
+    "_finalize_training": ("self", "trial", "num_train_samples", "start_time"),
+    "_evaluate": ("self", "trial", "ignore_keys_for_eval", "skip_scheduler"),
+    "_determine_best_metric": ("self", "metrics", "trial"),
     "_save": ("self", "output_dir", "state_dict"),
     "create_optimizer": ("self", "model"),
     "_get_grad_norm": ("self", "model", "grad_norm"),
@@ -100,6 +112,15 @@ ATTRIBUTES: tuple[str, ...] = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
+)
+
+#: Attributes that transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs.
+WHILE_TRAINING: tuple[str, ...] = (
+    "_tr_loss",
+    "_globalstep_last_logged",
+    "_total_loss_scalar",
+    "_last_loaded_step",
+    "_total_train_tokens",
 )
 
 

@@ -44,6 +44,3 @@ def _is_librarys(code: Any) -> bool:
             return False
         code = getattr(code, "__wrapped__", None) or getattr(code, "func", None)
     return True
-
-
-__all__ = ["hf_runs_the_step", "teams"]

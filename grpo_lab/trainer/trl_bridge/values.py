@@ -150,17 +150,3 @@ def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
                 plain(_PolicyOnly(model), target, alpha)
 
             vars(callback)["sync_target_model"] = sync
-
-
-__all__ = [
-    "CRITIC",
-    "ValuedOutput",
-    "critic_of",
-    "followed_by_policy_only",
-    "give_critic",
-    "inside",
-    "is_critics",
-    "policy_parameters",
-    "values_heard",
-    "without_critic",
-]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.pipelines.model_files import is_local, looks_local
-from grpo_lab.pipelines.named_objects import load_named
-from grpo_lab.pipelines.recipe import DataSection
+from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.sections import DataSection
+from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, refuse_misfit, typed
 
 if TYPE_CHECKING:

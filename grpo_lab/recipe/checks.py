@@ -1,18 +1,24 @@
-"""Room in the model's context, looked at before the first stage: prompts, completions, worked solutions.
+"""What would stop a training only when its trainer is built, or at its first generation: said before the first stage.
 
 Tokens are counted as each stage counts them, with the recipe's own tokenizer; rows too short to matter are not tokenized.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
-from grpo_lab.pipelines import parts
-from grpo_lab.pipelines.model_files import is_local
-from grpo_lab.pipelines.recipe import ColdStartSection, ModelSection, Recipe
+from grpo_lab.recipe.rows import MADE, load_rows, rows_here
+from grpo_lab.recipe.sections import ColdStartSection, Recipe
+from grpo_lab.rewards.protocol import scope_of
+from grpo_lab.settings import one_of
+from grpo_lab.trainer.supervised.cold_start import check_cold_start, check_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
@@ -31,11 +37,12 @@ def evaluation_tokens(recipe: Recipe) -> int:
 
 
 def check_room(
-    recipe: Recipe, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
+    recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
     """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its context.
 
     Args:
+        trainer: its class.
         model: its tokenizer and configuration.
         rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
 
@@ -51,7 +58,7 @@ def check_room(
         return None
     words, shape = model
     context = context_of_config(shape)
-    looked_at = rows is not None and not _prompts_are_made(recipe, rows)
+    looked_at = rows is not None and not _prompts_are_made(recipe, trainer, rows)
     if looked_at:
         render_prompt(rows[0]["prompt"], words, config.chat_template_kwargs)
     if context is None:
@@ -64,22 +71,6 @@ def check_room(
     _check_completion(config, context)
     risk = _of_training(config, rows, words, shape) if looked_at else None
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
-
-
-def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
-    """The model's tokenizer and its configuration; None for an adapter, and for a hub name, ``here_only``."""
-    from transformers import AutoConfig
-
-    if section.tiny is not None:
-        model, words = parts.load_model(section, seed=0)
-        return words, model.config
-    path = str(section.path)
-    named = [name for name in (section.path, section.tokenizer) if name is not None]
-    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(is_local(name) for name in named)):
-        return None
-    with parts.loading(path):
-        config = AutoConfig.from_pretrained(path)
-    return parts.load_tokenizer(section), config
 
 
 def check_held_out(own: int | None, otherwise: int, prompts: Sequence[Any], words: Any, context: int) -> None:
@@ -145,11 +136,11 @@ def _check_completion(config: Any, context: int) -> None:
         )
 
 
-def _prompts_are_made(recipe: Recipe, rows: Any) -> bool:
+def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
     """Whether the model is given something else than the rows' prompts: images, an environment, a team's own tokens."""
     from grpo_lab import LabTrainer
 
-    own = parts.trainer_class(recipe)._tokenize_prompts is not LabTrainer._tokenize_prompts
+    own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
     images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
     return own or images or recipe.environment_factory is not None or bool(recipe.tools)
 
@@ -180,3 +171,79 @@ def _longest(
 def _bytes(prompt: Any) -> int:
     texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
     return sum(len(text.encode()) for text in texts)
+
+
+GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL hands to every reward, besides the columns of the rows."""
+
+
+FEW = 1000
+"""Rows of a cold start that a dry run makes."""
+
+
+TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
+"""Where a team's trainer may hand over more."""
+
+
+def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
+    """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward.
+
+    A team's trainer may hand over more (``_calculate_rewards``), and an environment may own columns: not looked at there.
+    """
+    from grpo_lab import LabTrainer
+
+    own = any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
+    if own or recipe.environment_factory is not None:
+        return
+    for section, reward in zip(recipe.rewards, rewards, strict=True):
+        if isinstance(reward, str) or not inspect.isroutine(reward):
+            continue
+        told = inspect.signature(reward).parameters.values()
+        named = [p.name for p in told if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        missing = [name for name in named if name not in (*GIVEN_TO_REWARDS, *rows.column_names)]
+        if missing and scope_of(reward) == "completion":
+            raise ValueError(f"`rewards`: {section.name!r} needs {missing}, and the rows have {rows.column_names}")
+
+
+def check_trackers(names: Any, where: str = "report_to") -> None:
+    """ValueError for a tracker that nobody knows or that is not installed, before the trainer is built."""
+    from transformers.integrations import integration_utils
+
+    here = {*integration_utils.get_available_reporting_integrations(), "none", "all", "flyte"}
+    for name in [names] if isinstance(names, str) else names or ():
+        if name not in integration_utils.INTEGRATION_TO_CALLBACK and name not in here:
+            known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
+            raise ValueError(f"`{where}` names {name!r}{one_of(name, known)}")
+        if name not in here:
+            raise ValueError(f"`{where}` names {name!r}, which is not installed here; install it, or leave it out")
+
+
+def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool) -> Any:
+    """The rows of a cold start, its settings looked at as well.
+
+    A dry run (``here_only``) makes few of them, where more would show nothing else.
+
+    Args:
+        model: its tokenizer and configuration, where they are known.
+    """
+    settings = check_cold_start(section.arguments)
+    check_trackers(settings.get("report_to"), "cold_start.report_to")
+    if here_only:
+        count, data = section.data.arguments.get("n"), section.data
+        alike = model is None or cut_to_fit(section, context_of_config(model[1]))
+        if alike and data.loader in MADE and isinstance(count, int) and count > FEW:
+            data = replace(data, arguments={**data.arguments, "n": FEW})
+        rows = rows_here(data, "cold_start.data")
+    else:
+        rows = load_rows(section.data, "cold_start.data")
+    if rows is not None:
+        check_rows(rows)
+    return rows
+
+
+def no_room(completion: int, context: int) -> ValueError:
+    """Where not one prompt is short enough."""
+    return ValueError(
+        f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
+        f"{context}; lower `--max_completion_length`"
+    )

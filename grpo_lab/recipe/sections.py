@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from grpo_lab.pipelines.recipe_file import read_yaml
+from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
     Count,
@@ -23,7 +23,9 @@ from grpo_lab.settings import (
     Named,
     OnlySwitch,
     Positive,
+    Switch,
     Temperature,
+    Whole,
     must_be,
     read,
     settings,
@@ -214,3 +216,33 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
     """A recipe from a plain mapping; see ``read_recipe``."""
     check_command(written, "train")
     return read(Recipe, {"name": default_name, **written})
+
+
+@settings()
+class SamplingSettings:
+    """How completions are sampled; the keys stand flat in a recipe.
+
+    Args:
+        n_samples: completions a problem.
+        temperature: 1.0 is the model's own distribution; nothing else bends it.
+        max_completion_length: tokens a completion may have.
+        batch_size: completions that transformers makes at once (vLLM batches by itself).
+        problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
+        seed: everything sampled follows from it, from the prompts and from the two sizes above.
+        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`, …).
+        use_cpu: stay on the CPU where there is a GPU.
+    """
+
+    n_samples: Positive = 10
+    temperature: Temperature = 1.0
+    max_completion_length: Positive = 512
+    batch_size: Positive = 64
+    problems_per_save: Positive = 32
+    seed: Whole = 0
+    use_vllm: Switch = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    use_cpu: Switch = False
+
+    def __post_init__(self) -> None:
+        if self.engine and not self.use_vllm:
+            raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")

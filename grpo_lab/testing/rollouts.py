@@ -1,7 +1,6 @@
 """A scripted rollout: TRL's ``rollout_func`` with completions that depend only on a seed, the call and the global row.
 
-So stock TRL and ours, one process and four, get the very same completions, and a difference can only come from the
-update. Not a mock of generation (that is tested with real engines): a fixed input.
+So stock TRL and ours, one process and four, get the very same completions, and a difference can only come from the update.
 """
 
 from __future__ import annotations

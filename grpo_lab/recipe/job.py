@@ -1,0 +1,263 @@
+"""A recipe resolved once: settings read, everything that it names loaded, built and looked at.
+
+The run and its dry run go through here: what one refuses before its first step, or sample, the other refuses in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.engines.sampler import context_of_config
+from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.io import check_place
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.checks import (
+    check_columns,
+    check_held_out,
+    check_room,
+    check_trackers,
+    cold_start_rows,
+    evaluation_tokens,
+    no_room,
+    shortest_prompt,
+)
+from grpo_lab.recipe.models import tokenizer_and_config
+from grpo_lab.recipe.rows import load_rows, rows_here
+from grpo_lab.recipe.sections import (
+    ColdStartSection,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    Recipe,
+    RewardSection,
+    SamplingSettings,
+)
+from grpo_lab.registry import working_folder_on_path
+from grpo_lab.settings import hints_of, refuse_unknown, typed
+from grpo_lab.trainer.arguments import given
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a training is made of. In a dry run rows that are on the hub and not here are None.
+
+    Attributes:
+        trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
+        arguments: of the trainer, by name: callbacks, tools, ``environment_factory``, ``peft_config``.
+        evaluation: the section, its limit of tokens filled in.
+        room: the model's context in words; None where it is not known here.
+        facts: what ``run.json`` says of the recipe.
+    """
+
+    name: str
+    folder: Path
+    trainer: type[LabTrainer]
+    config: LabConfig
+    model: ModelSection
+    reward_sections: tuple[RewardSection, ...]
+    rewards: list[Any]
+    arguments: dict[str, Any]
+    rows: Any
+    eval_rows: Any
+    evaluation: EvaluationSection | None
+    held_out: Any
+    cold_start: ColdStartSection | None
+    cold_rows: Any
+    room: str | None
+    facts: dict[str, Any]
+
+    @classmethod
+    def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
+        """``recipe``, its numbers read, with all that it names; nothing is written.
+
+        Args:
+            config: its flat settings.
+            here_only: a dry run, which may have no network and is to be quick.
+            cold_start: whether the cold start is still to be made.
+
+        Raises:
+            ValueError: what cannot be loaded, built or trained.
+        """
+        check_trackers(config.report_to)
+        if recipe.model.path is not None:
+            check_place(recipe.model.path)
+        trainer = parts.trainer_class(recipe.trainer)
+        rewards = [parts.build_reward(section) for section in recipe.rewards]
+        arguments = parts.trainer_parts(recipe)
+        load = rows_here if here_only else load_rows
+        rows = load(recipe.data, "data")
+        if rows is not None:
+            parts.check_golds(rows, rewards)
+            check_columns(recipe, trainer, rows, rewards)
+        eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
+        evaluation, held_out = recipe.evaluation, None
+        if evaluation is not None:
+            held_out = load(evaluation.data, "evaluation.data")
+            parts.build_reward(evaluation.reward, "evaluation.reward")
+        model = tokenizer_and_config(recipe.model, here_only)
+        cold_rows = None
+        if recipe.cold_start is not None and cold_start:
+            cold_rows = cold_start_rows(recipe.cold_start, model, here_only)
+        room = check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+        # what the constructor refuses before it looks at a model; a team's own may first change what it is given
+        if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
+            given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+        if evaluation is not None:
+            evaluation = replace(evaluation, max_new_tokens=evaluation_tokens(recipe))
+        return cls(
+            name=recipe.name,
+            folder=recipe.output_dir,
+            trainer=trainer,
+            config=config,
+            model=recipe.model,
+            reward_sections=recipe.rewards,
+            rewards=rewards,
+            arguments=arguments,
+            rows=rows,
+            eval_rows=eval_rows,
+            evaluation=evaluation,
+            held_out=held_out,
+            cold_start=recipe.cold_start,
+            cold_rows=cold_rows,
+            room=room,
+            facts=_facts(recipe),
+        )
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "model": recipe.model.name,
+        "expected": recipe.model.expected,
+        "template": recipe.data.template,
+        "settings": dict(recipe.arguments),
+        "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
+        "data": recipe.data.loader,
+    }
+
+
+def lab_config(recipe: Recipe, **more: Any) -> Any:
+    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights.
+
+    Args:
+        more: settings in place of the recipe's (a dry run's, which has no GPU).
+    """
+
+    asked = recipe.arguments
+    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if asked.get(one) and asked.get(other):
+            raise ValueError(f"`{one}` and `{other}` are both true; at most one of them can be")
+    settings = {"report_to": "none", **asked, "output_dir": str(recipe.output_dir), **more}
+    if recipe.rewards:
+        weights = [reward.weight for reward in recipe.rewards]
+        beside = settings.setdefault("reward_weights", weights)
+        pairs = zip(weights, beside or [], strict=False)  # more where the trainer declares some
+        for place, (own, other) in enumerate(pairs):
+            if own not in (1.0, other):  # 1: nothing was said there
+                raise ValueError(
+                    f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one setting; leave one out"
+                )
+    _check_eval(recipe, settings)
+    return LabConfig(**settings)
+
+
+def numbers_read(recipe: Recipe) -> Recipe:
+    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
+    from grpo_lab.trainer.settings.gone import GONE
+    from grpo_lab.trainer.settings.knobs import kinds_of
+    from grpo_lab.trainer.settings.parse import LabSettings
+
+    known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}
+    refuse_unknown(recipe.arguments, known, "the recipe", GONE)
+    arguments = typed(recipe.arguments, LabConfig)
+    for name in set(arguments) & set(hints_of(LabConfig)):
+        if arguments[name] is True and name in LabSettings.__dataclass_fields__:
+            raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
+    working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
+    for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
+        if isinstance(arguments.get(name), Mapping):
+            arguments[name] = typed(arguments[name], kind, name)
+    return dataclasses.replace(recipe, arguments=arguments)
+
+
+def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
+    """Evaluation on the way: its rows and ``eval_strategy`` belong together."""
+    when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
+    if when != "no" and recipe.eval_dataset is None:
+        raise ValueError(
+            f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, such "
+            "as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
+        )
+    if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
+        raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Rows, what judges the answers, and held-out rows. None: there are none, or a dry run has them not here."""
+
+    rows: Any
+    reward: Any
+    held_out: Any = None
+
+
+def questions(
+    data: DataSection | None,
+    reward: RewardSection,
+    evaluation: EvaluationSection | None = None,
+    here_only: bool = False,
+) -> Questions:
+    """The sections of a recipe as what they name.
+
+    Args:
+        here_only: a dry run, which may have no network.
+
+    Raises:
+        ValueError: what cannot be loaded or judged.
+    """
+    load = rows_here if here_only else load_rows
+    judge = parts.build_reward(reward, "reward")
+    rows = None if data is None else load(data, "data")
+    if rows is not None:
+        if not len(rows):
+            raise ValueError("`data` has no rows; at least one question is needed")
+        parts.check_golds(rows, [judge])
+    held_out = None
+    if evaluation is not None:
+        parts.build_reward(evaluation.reward, "evaluation.reward")
+        held_out = load(evaluation.data, "evaluation.data")
+    return Questions(rows, judge, held_out)
+
+
+def check_model(
+    asked: Questions,
+    model: ModelSection,
+    sampling: SamplingSettings,
+    evaluation: EvaluationSection | None = None,
+    here_only: bool = False,
+) -> tuple[Any, Any] | None:
+    """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them.
+
+    Raises:
+        ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
+    """
+    if model.path is not None:
+        check_place(model.path)
+    EngineOptions.from_mapping(sampling.engine)
+    known = tokenizer_and_config(model, here_only)
+    if known is None:
+        return None
+    words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length
+    lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
+    if asked.rows is not None and lengths:
+        shortest = shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
+        if shortest is not None and shortest + limit > min(lengths):
+            raise no_room(limit, min(lengths))
+    if asked.held_out is not None and evaluation is not None and context is not None:
+        check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
+    return known

@@ -1,0 +1,238 @@
+"""The model that a recipe names: a folder here or a hub name, what may be in it, loading it, and a digest of its files.
+
+Weights alone do not name a model: another chat template, tokenizer or `generation_config.json` beside the same weights
+writes other completions (one model's pass rate went from 12.5% to 60.6% by its chat template).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.io import check_place, is_local
+from grpo_lab.recipe.sections import ModelSection
+from grpo_lab.settings import hints_of, refuse_unknown, typed
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "*.jinja", "*/*.jinja"),
+    *("adapter_config.json", "*.py", "*.safetensors.index.json"),
+)
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+_WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
+_CHUNK = 1 << 22  # bytes
+
+
+def model_files(model: str) -> dict[str, str]:
+    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where nothing is found.
+
+    An adapter's base model is included (`base: …`). What only tells who saved a file (`transformers_version`) does not count.
+    """
+    folder = _folder_of(model)
+    if folder is None:
+        return {}
+    found = {file.relative_to(folder).as_posix(): _digest(file) for file in _shaping(folder)}
+    adapter = folder / "adapter_config.json"
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") if adapter.is_file() else None
+    if base and str(base) != model:
+        found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
+    return found
+
+
+def _folder_of(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from transformers.utils import cached_file
+
+    try:
+        config = cached_file(model, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return None if config is None else Path(config).parent  # the snapshot of one commit
+
+
+def _shaping(folder: Path) -> Iterator[Path]:
+    files = {file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)}
+    return (file for file in sorted(files) if file.is_file() and file.name not in _NO_WEIGHTS)
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    if file.name in ("config.json", "generation_config.json", "adapter_config.json"):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+    else:
+        with file.open("rb") as content:
+            while chunk := content.read(_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""A folder that a tokenizer was saved to holds at least one of these."""
+
+
+def holds_tokenizer(folder: str) -> bool:
+    """Whether a tokenizer was saved to ``folder``."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def refuse_no_tokenizer(model: str) -> None:
+    """``ValueError`` for a folder with a model and no tokenizer; what is no folder or no model is said when it is loaded."""
+    if (Path(model) / "config.json").is_file() and not holds_tokenizer(model):
+        raise ValueError(
+            f"{model!r} holds a model and no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, …); save one there "
+            "(`tokenizer.save_pretrained(folder)`), or name another (`model.tokenizer`, --tokenizer) where there is such a "
+            "setting"
+        )
+
+
+def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
+    """Model and tokenizer. A tiny model is built from config; a path is loaded by transformers."""
+    if section.tiny is not None:
+        from grpo_lab.testing import tiny_model
+
+        refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
+        settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
+        return tiny_model(**settings, tokenizer=section.tokenizer)
+    assert section.path is not None
+    with loading(section.path):
+        return model_class(section.path)[0].from_pretrained(section.path), load_tokenizer(section)
+
+
+def model_class(path: str) -> tuple[Any, Any]:
+    """transformers' class for a saved model, and its config: a language model, or one that takes images, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(path)
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind, config
+    raise ValueError(f"{path!r} holds a {config.model_type!r} model ({config.architectures}), which writes no text")
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """The section's own tokenizer, or the model's."""
+    from transformers import AutoTokenizer
+
+    refuse_no_tokenizer(str(section.tokenizer or section.path))
+    with loading(str(section.tokenizer or section.path)):
+        return AutoTokenizer.from_pretrained(section.tokenizer or section.path)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """What is raised for a model that is not there, or whose files are broken, as a ``ValueError`` of one line."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers' and those of its readers in Rust, which have no common class
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_local(model):
+            raise ValueError(f"{model!r} cannot be loaded: {said}") from error
+        raise ValueError(
+            f"{model!r} is neither a folder with a saved model here nor a model that the hub gives ({said}). Without "
+            "network, name a local folder"
+        ) from error
+
+
+def lora_config(section: ModelSection) -> Any:
+    """``peft.LoraConfig`` of the section; None trains all weights. ValueError for a key that it does not have."""
+    if section.lora is None:
+        return None
+    from peft import LoraConfig
+
+    refuse_unknown(section.lora, [f.name for f in dataclasses.fields(LoraConfig)], "`model.lora`")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **typed(section.lora, LoraConfig, "model.lora")})
+
+
+def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
+    """A saved model (LoRA adapters too) and its tokenizer, on the accelerator where there is one.
+
+    Args: tokenizer: another tokenizer's folder or hub name. Default: the model's own; an adapter without one has its base's.
+    Raises: ValueError where there is no such model, no base of an adapter, or no tokenizer.
+    """
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    check_place(model, "model")
+    base = _base_of_adapter(model)
+    device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
+    words = tokenizer or _tokenizer_of(model, base)
+    if base is not None:
+        _check_base(model, base)
+    with loading(words):
+        loaded_tokenizer = AutoTokenizer.from_pretrained(words)
+    with loading(model):
+        kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
+        loaded = kind.from_pretrained(model)
+    return loaded.to(device).eval(), loaded_tokenizer
+
+
+def _base_of_adapter(model: str) -> str | None:
+    """Folder or hub name of the model that the adapter in ``model`` belongs to; None for a whole model."""
+    file = Path(model) / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not name the adapter's `base_model_name_or_path` ({error!r})") from error
+
+
+def _check_base(adapter: str, base: str) -> None:
+    from transformers import AutoConfig
+
+    try:
+        with loading(base):
+            AutoConfig.from_pretrained(base)
+    except ValueError as error:
+        raise ValueError(
+            f"{adapter!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
+        ) from error
+
+
+def _tokenizer_of(model: str, base: str | None) -> str:
+    """Where the tokenizer is: ``model`` itself, or an adapter's base. ValueError for a folder that holds none."""
+    if not Path(model).is_dir() or holds_tokenizer(model):
+        return model
+    if base is not None:
+        log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
+        return base
+    refuse_no_tokenizer(model)
+    return model
+
+
+def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
+    """The model's tokenizer and its configuration; None for an adapter, and for a hub name, ``here_only``."""
+    from transformers import AutoConfig
+
+    if section.tiny is not None:
+        model, words = load_model(section, seed=0)
+        return words, model.config
+    path = str(section.path)
+    named = [name for name in (section.path, section.tokenizer) if name is not None]
+    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(is_local(name) for name in named)):
+        return None
+    with loading(path):
+        config = AutoConfig.from_pretrained(path)
+    return load_tokenizer(section), config

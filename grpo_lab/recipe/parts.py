@@ -1,0 +1,161 @@
+"""From a recipe's sections to real objects: rows, rewards, model and tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.models import loading, lora_config
+from grpo_lab.recipe.sections import PartSection, Recipe, RewardSection
+from grpo_lab.registry import load_named
+from grpo_lab.settings import one_of, refuse_misfit, refuse_unknown_arguments, typed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+REWARDS = {
+    "accuracy": "AccuracyReward",
+    "boxed": "BoxedReward",
+    "code": "CodeReward",
+    "coin": "CoinReward",
+    "countdown": "CountdownReward",
+    "hashes": "HashesReward",
+    "proof": "ProofReward",
+    "sorting": "SortingReward",
+    "think_format": "ThinkFormatReward",
+    "kimi_length": "KimiLengthReward",
+    "language_consistency": "LanguageConsistencyReward",
+    "equation_steps": "EquationSteps",
+    "token_classification_steps": "TokenClassificationSteps",
+    "worked_out": "worked_out",
+}
+SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
+MAX_UNPARSEABLE_GOLDS = 0.01
+
+
+def build_reward(section: RewardSection, where: str = "rewards") -> Any:
+    """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model.
+
+    A reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from.
+    """
+    if section.name in REWARDS:
+        kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
+    elif section.name in SHAPING:
+        from grpo_lab.trainer.trl_bridge import rewards as trl_rewards
+
+        return _built(trl_rewards.shaping(section.name), section, where)
+    elif ":" in section.name:
+        kind = load_named(section.name, where)
+    elif "/" in section.name or is_local(section.name):
+        return _reward_model(section, where)
+    else:
+        raise ValueError(
+            f"`{where}`: unknown reward {section.name!r}{one_of(section.name, sorted([*REWARDS, *SHAPING]))}, "
+            "'module:attribute', or a reward model: a folder here or a hub name 'owner/name'"
+        )
+    if not isinstance(kind, type):
+        refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
+        return functools.partial(kind, **section.arguments) if section.arguments else kind
+    return _built(kind, section, where)
+
+
+def _reward_model(section: RewardSection, where: str) -> str:
+    """TRL loads it; what can be seen without the weights is looked at here."""
+    from transformers import AutoConfig
+
+    name = section.name
+    if where != "rewards":
+        raise ValueError(f"`{where}` is {name!r}: a reward model trains, it does not judge whether an answer is right")
+    if section.arguments:
+        raise ValueError(f"`{where}`: the reward model {name!r} takes no arguments; got {sorted(section.arguments)}")
+    if is_local(name):
+        with loading(name):
+            AutoConfig.from_pretrained(name)
+    elif looks_local(name):
+        raise ValueError(f"`{where}`: no such folder {name!r}; a reward model is a folder here or a hub name")
+    return name
+
+
+def _built(kind: Any, section: RewardSection, where: str) -> Any:
+    refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
+    try:
+        return kind(**typed(section.arguments, kind, where))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{where}`: {section.name!r}: {error}") from error
+
+
+def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
+    """Every verifier must accept its own gold answers before training starts.
+
+    Raises:
+        ValueError: more than ``limit`` (a fraction) of the golds cannot be read.
+    """
+    for reward in rewards:
+        check = getattr(reward, "check_golds", None)
+        if check is None or "solution" not in rows.column_names:
+            continue
+        report = check(rows["solution"])
+        if report.share_unusable > limit:
+            many = f"more than {limit:.0%} of its gold answers"
+            raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")
+
+
+def trainer_class(name: str) -> Any:
+    """``trainer:`` of the recipe: a name of ours or ``module:Class``, a ``LabTrainer`` in any case."""
+    from grpo_lab import LabTrainer
+
+    if ":" in name:
+        found = load_named(name, "trainer")
+    else:
+        try:
+            found = getattr(import_module("grpo_lab"), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"`trainer` is {name!r}, which cannot be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, LabTrainer)):
+        raise ValueError(f"`trainer` is {name!r}, which is {found!r}; it must be a subclass of LabTrainer")
+    return found
+
+
+def build_part(section: PartSection, where: str) -> Any:
+    """A callback or an environment: a class is built with the section's arguments, anything else is taken as it is."""
+    found = load_named(section.name, where)
+    if not isinstance(found, type):
+        if section.arguments:
+            raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
+        return found
+    refuse_misfit(found, section.arguments, f"`{where}`: {section.name!r}")
+    try:
+        return found(**typed(section.arguments, found, where))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{where}`: {section.name!r}: {error}") from error
+
+
+def trainer_parts(recipe: Recipe) -> dict[str, Any]:
+    """What the trainer is given beside model, rewards, rows and configuration, by the names of its arguments."""
+    environment = recipe.environment_factory
+    for tool in recipe.tools:
+        if tool.arguments:
+            raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
+    found: dict[str, Any] = {
+        "callbacks": [_callback(section) for section in recipe.callbacks],
+        "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
+        "environment_factory": None,
+        "peft_config": lora_config(recipe.model),
+    }
+    if environment is not None:
+        factory = load_named(environment.name, "environment_factory")
+        refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
+        given = typed(environment.arguments, factory, "environment_factory")
+        found["environment_factory"] = functools.partial(factory, **given) if given else factory
+    return found
+
+
+def _callback(section: PartSection) -> Any:
+    from transformers import TrainerCallback
+
+    found = build_part(section, "callbacks")
+    if not isinstance(found, TrainerCallback):
+        raise ValueError(f"`callbacks`: {section.name!r} is a {type(found).__name__}; it must be a TrainerCallback")
+    return found

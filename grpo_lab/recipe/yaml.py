@@ -1,0 +1,195 @@
+"""A YAML file and `--key value` words of the command line → one mapping, not yet looked at.
+
+A line means one thing: a key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Read otherwise than by
+``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with its line: a key that stands
+twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself, nesting without end. A bare
+``off`` is false, as in YAML 1.1; a setting that takes text says so (``settings.typed``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEEPEST = 100
+_AMBIGUOUS = "!ambiguous"
+_OURS = (
+    ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
+    (
+        _AMBIGUOUS,
+        re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z"),
+    ),
+)
+
+
+def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
+    """First character → the forms of plain text that are more than text. The dumper quotes texts of these forms."""
+    stock = yaml.SafeLoader.yaml_implicit_resolvers
+    kept = {first: [one for one in forms if not one[0].endswith(":timestamp")] for first, forms in stock.items()}
+    return kept | {first: [*_OURS, *kept.get(first, ())] for first in "-+0123456789."}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open: list[str | None] = []
+        """Anchors of the nodes that are being read, from the outermost one on; None for one without."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        alias = isinstance(event, yaml.AliasEvent)
+        if alias and event.anchor in self._open:
+            raise _refused(f"the anchor &{event.anchor} holds itself", event)
+        if len(self._open) == DEEPEST:
+            raise _refused(f"nested more than {DEEPEST} deep", event)
+        self._open.append(None if alias else getattr(event, "anchor", None))
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node = super().compose_scalar_node(anchor)
+        if node.tag == _AMBIGUOUS:
+            two = "a number of base 60, or text" if ":" in node.value else "an octal number, or a decimal one"
+            raise _refused(
+                f"`{node.value}` is {two}: write the decimal number, or {node.value!r} in quotes for text", node
+            )
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:bool":
+                raise _refused(f"the key `{key.value}` is read as a switch; put it in quotes", key)
+            known = first.get((key.tag, str(key.value)))
+            if known is not None:
+                raise _refused(f"`{key.value}` stands there twice (first in line {known}); leave one out", key)
+            first[key.tag, str(key.value)] = key.start_mark.line + 1
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _resolvers()
+
+
+def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=at.start_mark)
+
+
+def parsed(text: str, what: str) -> Any:
+    """What ``text`` says. ValueError of one line for what is no YAML, or means two things; ``what`` names the place."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None and "\n" in text.strip() else ""
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ValueError(f"{what}{line}: {'' if error.context is None else 'no YAML: '}{said}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def written(settings: Any) -> str:
+    """``settings`` as YAML that ``parsed`` reads back."""
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
+
+
+#: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
+NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
+
+
+LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
+
+
+def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The mapping in a YAML file with ``--key value`` overrides. ValueError: no such file, no YAML, no mapping."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
+    try:
+        written = parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {str(path)!r} is no text in UTF-8: {error}") from error
+    if not isinstance(written, dict):
+        raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
+    for key, value in (overrides or {}).items():
+        _set(written, key, value)
+    return written
+
+
+def _set(written: dict[str, Any], key: str, value: Any) -> None:
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}`` that it stands for."""
+    *path, last = key.split(".")
+    place: Any = written
+    before = ""
+    for step in path:
+        at: Any = _index(place, step, key) if isinstance(place, list) else step
+        if isinstance(place, dict) and place.get(at) is None:
+            place[at] = {}
+        if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
+            place[at] = {"name": place[at]}
+        if not isinstance(place[at], dict | list):
+            raise ValueError(
+                f"`--{key}`: {step!r} is {place[at]!r} in the recipe, and not a section that holds {last!r}"
+            )
+        place, before = place[at], step
+    place[_index(place, last, key) if isinstance(place, list) else last] = value
+
+
+def _index(place: list[Any], step: str, key: str) -> int:
+    if not (step.isascii() and step.isdigit() and int(step) < len(place)):
+        raise ValueError(
+            f"`--{key}`: {step!r} is no place of a list with {len(place)} entries; places are 0 to {len(place) - 1}"
+        )
+    return int(step)
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
+
+    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError for a
+    dotted one, which is a number or a name far more often than a switch.
+    """
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ValueError(f"did not expect {word!r} on the command line; settings are given as --key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif "." in key:
+                raise ValueError(f"`--{key}` has no value; give one, `--{key} VALUE` (a switch: true or false)")
+            else:
+                value = "true"
+        found[key.replace("-", "_") if "." not in key else key] = parsed(value, f"`--{key}` {value!r}")
+    return found
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
+
+
+QUICKSTART = "quickstart/dr_grpo.yaml"
+
+
+def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
+    """Where the recipe ``name`` lies, such as ``quickstart/dr_grpo.yaml``. ValueError: this installation has none."""
+    for place in places:
+        if (place / name).is_file():
+            return place / name
+    raise ValueError(
+        f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. Install a wheel or "
+        "an editable checkout, or name a file: grpo-lab train --config FILE"
+    )

@@ -1,0 +1,210 @@
+"""Settings of TRL and transformers that take one of a few names, or a number of a range, and batch sizes that must divide.
+
+The libraries look at them when they are used: at the first step, or never.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, trainer_log_levels
+
+from grpo_lab.settings import one_of
+
+
+def _values(kind: type[Enum]) -> list[str]:
+    return [str(member.value) for member in kind]
+
+
+CHOICES: dict[str, Sequence[str]] = {
+    "lr_scheduler_type": _values(SchedulerType),
+    "optim": _values(OptimizerNames),
+    "save_strategy": _values(SaveStrategy),
+    "logging_strategy": _values(IntervalStrategy),
+    "eval_strategy": _values(IntervalStrategy),
+    "hub_strategy": _values(HubStrategy),
+    "log_level": list(trainer_log_levels),
+    "log_level_replica": list(trainer_log_levels),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+
+
+SEEDS = 2**32
+"""numpy's, which transformers seeds beside torch: 0 … 2³² − 1."""
+
+
+class Range(NamedTuple):
+    """What a number must be, in words and as a question."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_FINITE = Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+
+
+_ABOVE_0 = Range("a finite number above 0", lambda value: 0 < value < math.inf)
+
+
+_BELOW_1 = Range("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+
+
+_SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+_PART = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+_COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
+
+
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(
+        ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "dataloader_num_workers"), _FINITE
+    ),
+    **dict.fromkeys(("temperature", "repetition_penalty", "logging_steps", "save_steps"), _ABOVE_0),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), _BELOW_1),
+    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"), _SHARE),
+    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), _PART),
+    **dict.fromkeys(
+        (
+            *("max_completion_length", "max_length", "num_iterations", "ref_model_sync_steps", "save_total_limit"),
+            *("steps_per_generation", "generation_batch_size", "num_generations_eval", "gradient_accumulation_steps"),
+            *("per_device_train_batch_size", "per_device_eval_batch_size"),
+            *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+        ),
+        _COUNT,
+    ),
+    "seed": Range(f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
+    "eval_steps": _FINITE,  # 0: as `logging_steps`
+    "max_steps": Range("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
+}
+
+
+BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
+"""Read only where the strategy is `steps`."""
+
+
+def check_choices(values: Mapping[str, Any], where: str = "") -> None:
+    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range.
+
+    Args:
+        where: the section, for messages (``"cold_start"``; empty for a flat setting).
+    """
+    prefix = f"{where}." if where else ""
+    for name, known in CHOICES.items():
+        value = values.get(name)
+        if isinstance(value, str) and not isinstance(value, Enum) and value not in known:
+            raise ValueError(f"`{prefix}{name}` is {value!r}{one_of(value, known)}")
+    for name, allowed in _ranges(values).items():
+        value = values.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not allowed.holds(value):
+            more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
+            raise ValueError(f"`{prefix}{name}` is {value}; it must be {allowed.words}{more}")
+
+
+def _ranges(values: Mapping[str, Any]) -> dict[str, Range]:
+    """Those that are read beside the other settings."""
+    ranges = {name: one for name, one in RANGES.items() if _by_steps(values, name)}
+    if not (values.get("max_steps") or -1) > 0:
+        ranges["num_train_epochs"] = _ABOVE_0
+    off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
+    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
+    return ranges
+
+
+def _by_steps(values: Mapping[str, Any], name: str) -> bool:
+    strategy = values.get(BY_STRATEGY.get(name, ""), "steps")
+    return str(getattr(strategy, "value", strategy)) == "steps"
+
+
+def check_batch_sizes(args: Any) -> None:
+    """Check what TRL will derive its generation batch from, before it does.
+
+    generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
+    groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
+
+    Raises:
+        ValueError: with the sizes seen, and for each setting the nearest values that would divide.
+    """
+    group = args.num_generations
+    if group < 2:
+        raise ValueError(f"`num_generations` is {group}; a group needs at least 2 completions to be compared")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"`{name}` is {getattr(args, name)}; it must be ≥ 1")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.steps_per_generation is not None and args.generation_batch_size == (
+        args.per_device_train_batch_size * world * args.steps_per_generation
+    ):
+        args.generation_batch_size = (
+            None  # TRL derives it again, and refuses both also where they agree (``dataclasses.replace``)
+        )
+    if args.generation_batch_size is not None:
+        _check_given(args.generation_batch_size, args.per_device_train_batch_size * world, group, args, world)
+    else:
+        _check_derived(args, world, group)
+    _check_eval(args, world)
+
+
+def _check_given(batch: int, micro: int, group: int, args: Any, world: int) -> None:
+    if args.steps_per_generation is not None:
+        raise ValueError(
+            f"`generation_batch_size`={batch} and `steps_per_generation`={args.steps_per_generation} are both set; one "
+            "follows from the other: leave one out (`dataclasses.replace`: set it to None)"
+        )
+    if batch % micro or batch % group:
+        unit = math.lcm(micro, group)
+        raise ValueError(
+            f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
+            f"{args.per_device_train_batch_size} × {world} = {micro} and by `num_generations` = {group}. "
+            f"`generation_batch_size` {_nearest(batch, unit)} would do"
+        )
+
+
+def _check_derived(args: Any, world: int, group: int) -> None:
+    own = args.steps_per_generation is not None
+    steps_name = "steps_per_generation" if own else "gradient_accumulation_steps"
+    size, steps = args.per_device_train_batch_size, getattr(args, steps_name)
+    batch = size * world * steps
+    if batch % group == 0:
+        return
+    groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
+    raise ValueError(
+        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} completions per "
+        f"generation, which is not divisible by `num_generations` = {group}. What would do: "
+        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
+        f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+        + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
+    )
+
+
+def _check_eval(args: Any, world: int) -> None:
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+        return
+    setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
+    group = getattr(args, setting)
+    if group < 1:
+        raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
+    size = args.per_device_eval_batch_size
+    if size * world % group:
+        raise ValueError(
+            f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by `{setting}` = "
+            f"{group}. What would do: `per_device_eval_batch_size` {_nearest(size, group // math.gcd(group, world))}, or "
+            f"`num_generations_eval` {', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+        )
+
+
+def _nearest(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
