@@ -30,14 +30,12 @@ train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick start's cold start -> runs/lab_smoke/table.md (~10 minutes)
 	$(BIN)/python scripts/lab_smoke.py
 
-# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment. It waits
-# for servers most of the time, so it runs beside the others, and what it prints follows theirs.
+# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
 test: setup lint types  ## lint, types and the suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	$(BIN)/python -m pytest -m "vllm and not thorough" -rs --durations=15 > $(VENV)/engine_tests.log 2>&1 & \
-	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15; others=$$?; \
-	wait $$!; engines=$$?; cat $(VENV)/engine_tests.log; exit $$((others || engines))
+	$(BIN)/python -m pytest -m "vllm and not thorough" -rs
+	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15
 	$(MAKE) test-numeric
 
 test-thorough: setup  ## what `make test` leaves out: tests/thorough.txt, and the numeric tests with AVX2 kernels
