@@ -12,9 +12,9 @@ T      completion tokens, left-aligned: token 0 is the first token of the comple
 
 Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-Masking selects, it does not multiply: ``nan * 0`` is ``nan``, so a masked position must be replaced before it is summed, and its
-gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was finite when its gradient was
-formed; callers therefore make inputs safe first (``safe``), compute, then select.
+Masking selects, it does not multiply: ``nan * 0`` is ``nan``, so a masked position must be replaced before it is
+summed, and its gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was
+finite when its gradient was formed; callers therefore make inputs safe first (``safe``), compute, then select.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class TokenBatch:
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
         sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
-        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one (``value``).
+        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one
+            (``value``).
     """
 
     logps: Tensor
@@ -88,9 +89,11 @@ class LocalRows:
 
     Args:
         rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
-        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it: ranks differ.
+        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it:
+            ranks differ.
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
-        rewards: float64 ``[B, T]`` with a critic: −β·k of each token, and a completion's rewards on its last one; else ``None``.
+        rewards: float64 ``[B, T]`` with a critic: −β·k of each token, and a completion's rewards on its last one; else
+            ``None``.
         values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
     """
 
@@ -106,13 +109,14 @@ class RewardTable:
     """Rewards of one generation batch, the same on every rank but for ``local``.
 
     Args:
-        values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the table is
-            small, and advantages are differences of nearly equal numbers, divided by small ones.
+        values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the
+            table is small, and advantages are differences of nearly equal numbers, divided by small ones.
         names: F component names.
         weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
         penalties: how many of the last columns were computed here (KL) and are no rewards.
-        steps: column of a step reward → its steps over all ranks (``advantages.StepTable``). The column itself holds means.
+        steps: column of a step reward → its steps over all ranks (``advantages.StepTable``). The column itself holds
+            means.
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
     """
 
@@ -142,8 +146,8 @@ class RewardTable:
     def total(self) -> Tensor:
         """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
 
-        Rewards have the resolution of float32 (TRL gathers them so), hence the sum of them has, too: 0.1 + 0.2 and 0.3 are the
-        same reward, and a group of such is dead. Penalties are added in float64.
+        Rewards have the resolution of float32 (TRL gathers them so), hence the sum of them has, too: 0.1 + 0.2 and 0.3
+        are the same reward, and a group of such is dead. Penalties are added in float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
         rewards = weighted.size(1) - self.penalties
@@ -152,7 +156,8 @@ class RewardTable:
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` with masked-out positions replaced by ``fill``; shape ``[B, T]``. Use on *inputs*, before exp or log."""
+    """``values`` with masked-out positions replaced by ``fill``; shape ``[B, T]``. Use on *inputs*, before exp or
+    log."""
     return values.expand(mask.shape).masked_fill(~mask, fill)
 
 

@@ -1,4 +1,5 @@
-"""NaN and infinities: among tensors, in what a model says of the next token, and in the files of a saved model or checkpoint."""
+"""NaN and infinities: among tensors, in what a model says of the next token, and in the files of a saved model or
+checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ROWS = "grpo_lab_generation_"
 
 
 class NumbersError(FloatingPointError):
-    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; ``grpo-lab`` exits with 4."""
+    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; ``grpo-lab`` exits with
+    4."""
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
@@ -33,7 +35,8 @@ def in_words(bad: list[str], of: int) -> str:
 
 
 class FiniteScores:
-    """A logits processor for ``model.generate``: with NaN torch says no more than "probability tensor", and greedy takes any token.
+    """A logits processor for ``model.generate``: with NaN torch says no more than "probability tensor", and greedy
+    takes any token.
 
     Raises:
         NumbersError: a row has NaN, +∞ or no finite score at all.
@@ -55,17 +58,20 @@ def not_finite_scores(model: torch.nn.Module | None = None) -> str:
     if bad:
         return f"{said}: its weights hold NaN or infinities, {in_words(bad, len(tensors))}"
     largest, name = max(((float(one.detach().abs().max()), name) for name, one in tensors), default=(0.0, "none"))
-    return f"{said}, though its weights are: the largest is {largest:.3g}, in {name}; look at it, and at the model's buffers"
+    return (
+        f"{said}, though its weights are: the largest is {largest:.3g}, in {name}; look at it, and at the model's "
+        "buffers"
+    )
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def not_finite(folder: Path) -> str | None:
     """Which file of a saved model or checkpoint holds NaN or infinities, in which tensors; None where none does.
 
-    Weights, adapters, critic, reference, moments; whole or FSDP's shards. Not read: DeepSpeed's own files, moments in the classes of
-    another package, what is damaged.
+    Weights, adapters, critic, reference, moments; whole or FSDP's shards. Not read: DeepSpeed's own files, moments in
+    the classes of another package, what is damaged.
     """
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()

@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all: a reader never meets half of one, wherever the writer was killed or the power cut.
+"""Files that are there whole or not at all: a reader never meets half of one, wherever the writer was killed or the
+power cut.
 
-Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the first
-``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
+Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the
+first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
 
 Also JSON, whole and in lines; whether a name is a folder here or one on the hub; how many cores this process may use.
 """
@@ -54,7 +55,8 @@ def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, A
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line number from 1, its object) of a file of JSON lines, or why the line holds none; blank lines are passed over."""
+    """(line number from 1, its object) of a file of JSON lines, or why the line holds none; blank lines are passed
+    over."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -90,8 +92,9 @@ def no_link(path: str, flags: int) -> int:
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """``with whole_folder(place) as partial``: what the block writes into ``partial`` becomes ``place`` when it ends.
 
-    ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier ``place``, go.
-    Between these two moves there may be no ``place`` at all, never half of one. Where the block raises, ``place`` stays as it was.
+    ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier
+    ``place``, go. Between these two moves there may be no ``place`` at all, never half of one. Where the block raises,
+    ``place`` stays as it was.
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")

@@ -1,6 +1,7 @@
 """Parts by name: tables of them, adding to one, what a part's knobs are, and building it with them.
 
-A part is a dataclass whose instances are callable (its fields are its knobs), a function (no knobs), or a ready object (set already).
+A part is a dataclass whose instances are callable (its fields are its knobs), a function (no knobs), or a ready object
+(set already).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:
-    """Name → default of what can be set of a dataclass (or its instance), in order; ``MISSING`` where there is no default.
+    """Name → default of what can be set of a dataclass (or its instance), in order; ``MISSING`` where there is no
+    default.
 
     Anything else has no knobs.
     """
@@ -27,7 +29,8 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object (``redefined`` is none)."""
+    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object
+    (``redefined`` is none)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(
             f"{what} is registered as {name!r}; it must be a name without ':' (that is 'module:attribute')"
@@ -40,7 +43,8 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Whether ``part`` is the same definition run again: a notebook's cell, a reloaded module. It then takes the place of the old one."""
+    """Whether ``part`` is the same definition run again: a notebook's cell, a reloaded module. It then takes the place
+    of the old one."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 
@@ -57,8 +61,8 @@ def check_part(part: Any, reserved: Iterable[str], what: str) -> None:
 
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once; the same
-    definition run again (``redefined``) takes the place of the old one.
+    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once;
+    the same definition run again (``redefined``) takes the place of the old one.
 
     Raises:
         ValueError: as ``check_name`` and ``check_part``.
@@ -79,7 +83,8 @@ def found(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
-    """A class with its ``knobs``; a function or a ready object as it is. ValueError for knobs that it does not have or need."""
+    """A class with its ``knobs``; a function or a ready object as it is. ValueError for knobs that it does not have or
+    need."""
     if not isinstance(part, type):
         if knobs:
             raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")

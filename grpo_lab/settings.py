@@ -1,8 +1,10 @@
-"""What a person wrote → settings with checked types (by pydantic); what is wrong with it in one sentence that names the setting.
+"""What a person wrote → settings with checked types (by pydantic); what is wrong with it in one sentence that names the
+setting.
 
-``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a recipe, a
-configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each with its words.
-``typed`` reads numbers and switches for classes and functions that are not ours: a part's knobs, a reward's arguments, TRL's fields.
+``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
+recipe, a configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each
+with its words. ``typed`` reads numbers and switches for classes and functions that are not ours: a part's knobs, a
+reward's arguments, TRL's fields.
 
 The nearest known name for a misspelt one, and the refusal of names that nobody knows: one wording for every room.
 """
@@ -123,7 +125,8 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
+    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read
+    it."""
     if isinstance(value, bool):
         raise ValueError
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
@@ -213,7 +216,8 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key twice."""
+    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key
+    twice."""
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:
@@ -287,8 +291,8 @@ _READERS: dict[type, TypeAdapter[Any]] = {
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
     """``values`` with numbers and switches as ``kind`` (a dataclass, a class or a function) declares them.
 
-    Text that is a number becomes one (``"1e-3"``), a float without a fraction becomes whole where a whole number is asked for
-    (``1e3``). Names that ``kind`` does not declare, and types that are no numbers, are left as they are.
+    Text that is a number becomes one (``"1e-3"``), a float without a fraction becomes whole where a whole number is
+    asked for (``1e3``). Names that ``kind`` does not declare, and types that are no numbers, are left as they are.
 
     Args:
         where: section, for messages (``"objective"``; empty for a flat setting).
@@ -302,7 +306,8 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
 
 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Name → declared type of a dataclass's fields or a callable's parameters; empty where Python cannot resolve them."""
+    """Name → declared type of a dataclass's fields or a callable's parameters; empty where Python cannot resolve
+    them."""
     plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
     told: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
     try:

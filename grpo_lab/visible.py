@@ -1,4 +1,5 @@
-"""Text of models, data and files, made fit to be shown on a page, a terminal or in a log: nothing in it acts, hides, or turns other text around."""
+"""Text of models, data and files, made fit to be shown on a page, a terminal or in a log: nothing in it acts, hides, or
+turns other text around."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ _PICTURES: dict[int, int | str] = {
 
 
 def visible(text: str) -> str:
-    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), and by number the ones that reverse the
-    writing direction or have no width; joiners, which emoji and some scripts need, stay. Half surrogate pairs are replaced (``encodable``)."""
+    """``text`` with invisible characters shown: control characters as their pictures (␀, ␛, …), and by number the ones
+    that reverse the writing direction or have no width; joiners, which emoji and some scripts need, stay. Half
+    surrogate pairs are replaced (``encodable``)."""
     shown: str = encodable(text.replace("\r\n", "\n")).translate(_PICTURES)
     return shown
 
 
 def encodable(value: Any) -> Any:
-    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings too."""
+    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings
+    too."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

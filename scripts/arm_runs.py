@@ -1,6 +1,7 @@
 """What the comparing scripts share: one cold start for all arms, held-out accuracy on the way, tokens from the log.
 
-A point, whatever trained the arm: optimizer steps, generated tokens, held-out accuracy and seconds of training until then.
+A point, whatever trained the arm: optimizer steps, generated tokens, held-out accuracy and seconds of training until
+then.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
 class HeldOut(TrainerCallback):  # type: ignore[misc]
     """Greedy held-out accuracy before the first step and after every ``every``-th, into ``file`` (a line of JSON each).
 
-    Reads the model and leaves it, and all random states, as they were. ``seconds`` are those of training, evaluations left out.
+    Reads the model and leaves it, and all random states, as they were. ``seconds`` are those of training, evaluations
+    left out.
     """
 
     def __init__(self, file: str, every: int, data: Mapping[str, Any], max_new_tokens: int) -> None:
@@ -85,14 +87,16 @@ def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The last line of each step, in order: a run that was killed and goes on writes some again, and leaves half of one."""
+    """The last line of each step, in order: a run that was killed and goes on writes some again, and leaves half of
+    one."""
     text = file.read_text() if file.is_file() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
 def points_of(folder: Path, completions: int) -> list[Point]:
-    """Points of a trainer's run: ``HeldOut``'s lines, with the tokens that ``metrics.jsonl`` says were generated until then.
+    """Points of a trainer's run: ``HeldOut``'s lines, with the tokens that ``metrics.jsonl`` says were generated until
+    then.
 
     Args:
         completions: of one generation; the log holds their mean length.
@@ -139,14 +143,16 @@ def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new
 
 
 def smoothness(points: Sequence[Point]) -> float:
-    """Variance of the differences of accuracy from point to point, in points² (accuracy in %): 0 for a straight line."""
+    """Variance of the differences of accuracy from point to point, in points² (accuracy in %): 0 for a straight
+    line."""
     values = [100 * point["accuracy"] for point in points]
     steps = [after - before for before, after in pairwise(values)]
     return pvariance(steps) if steps else math.nan
 
 
 def at_tokens(points: Sequence[Point], tokens: float) -> float:
-    """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer than 95% of them were generated in all."""
+    """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer than
+    95% of them were generated in all."""
     reached = [point["accuracy"] for point in points if point["tokens"] <= tokens]
     return reached[-1] if reached and points[-1]["tokens"] >= 0.95 * tokens else math.nan
 

@@ -1,7 +1,8 @@
-"""The policy update of this checkout against that of another one (before a change), in turn, on ``bench_update.py``'s fixed rollouts.
+"""The policy update of this checkout against that of another one (before a change), in turn, on ``bench_update.py``'s
+fixed rollouts.
 
-Each checkout runs in a process of its own, which stays; pairs alternate, so that a busy machine hits both. Seconds are the process's CPU
-seconds with one thread, which other jobs hardly move; peaks are of resident memory.
+Each checkout runs in a process of its own, which stays; pairs alternate, so that a busy machine hits both. Seconds are
+the process's CPU seconds with one thread, which other jobs hardly move; peaks are of resident memory.
 
     python scripts/bench_checkouts.py --before ../base [--pairs 4]
 """
@@ -97,7 +98,8 @@ def main() -> None:
         bench_update.build(Path(folder), "10M")
         sides = [started(checkout, folder) for checkout in (args.before, HERE.parent)]
         print(
-            "| cell | before, CPU s | now, CPU s | now / before, median of pairs | single pairs | peak before, MiB | peak now | weights |"
+            "| cell | before, CPU s | now, CPU s | now / before, median of pairs | single pairs | peak before, MiB | "
+            "peak now | weights |"
         )
         print("|---|---|---|---|---|---|---|---|")
         for cell in args.cells:
@@ -118,8 +120,10 @@ def row(cell: str, pairs: list[list[dict[str, Any]]]) -> str:
     before, now = ([pair[side] for pair in pairs] for side in (0, 1))
     same = "equal" if {one["moved"] for one in before} == {one["moved"] for one in now} else "not equal"
     return (
-        f"| {cell} | {median(s['seconds'] for s in before):.2f} | {median(s['seconds'] for s in now):.2f} | {median(ratios):.3f} | "
-        f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} | {median(s['peak'] for s in before):,.0f} | {median(s['peak'] for s in now):,.0f} | {same} |"
+        f"| {cell} | {median(s['seconds'] for s in before):.2f} | {median(s['seconds'] for s in now):.2f} | "
+        f"{median(ratios):.3f} | "
+        f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} | {median(s['peak'] for s in before):,.0f} | "
+        f"{median(s['peak'] for s in now):,.0f} | {same} |"
     )
 
 

@@ -1,8 +1,8 @@
 """Rollouts: transformers' ``generate`` against vLLM, and one request with n = G against G requests, in one run.
 
-The same model, the same prompts (token lengths of real GSM8K questions) and the same number of tokens for every completion, so
-that all do equal work. vLLM's prompt tokens are counted in its own scheduler; transformers computes every padded prompt G times.
-Each way runs once to warm up and then ``--repeats`` times in turn; medians.
+The same model, the same prompts (token lengths of real GSM8K questions) and the same number of tokens for every
+completion, so that all do equal work. vLLM's prompt tokens are counted in its own scheduler; transformers computes
+every padded prompt G times. Each way runs once to warm up and then ``--repeats`` times in turn; medians.
 
     python scripts/bench_rollouts.py                 # CPU, about 3 minutes on two cores
     python scripts/bench_rollouts.py --shape 0.5B    # on a GPU

@@ -1,9 +1,10 @@
 """The policy update: stock ``trl.GRPOTrainer`` against ours, alternating in one run, on fixed rollouts.
 
 Both sides get the same model, the same completions (token lengths of real GSM8K model outputs) and the same rewards, of
-which a set share of groups is dead. Timed: everything between two optimizer steps except generation (scripted) and decoding.
-Checked: the first step's gradient and the weights' movement after the steps under SGD are the same; AdamW's is reported.
-The floor is a plain Hugging Face forward and backward over exactly the live tokens, packed without padding.
+which a set share of groups is dead. Timed: everything between two optimizer steps except generation (scripted) and
+decoding. Checked: the first step's gradient and the weights' movement after the steps under SGD are the same; AdamW's
+is reported. The floor is a plain Hugging Face forward and backward over exactly the live tokens, packed without
+padding.
 
     make bench-update                       # CPU, about 15 minutes on two cores
     python scripts/bench_update.py --quick  # a check that it runs
@@ -35,7 +36,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def further_gain(folder: Path, args: argparse.Namespace, dead: int) -> str:
-    """What the correction adds to the speed-up: plain and corrected in turn on each side, medians (single runs vary by a tenth)."""
+    """What the correction adds to the speed-up: plain and corrected in turn on each side, medians (single runs vary by
+    a tenth)."""
     seconds: dict[tuple[type, bool], list[float]] = {}
     for kind, repeats in ((GRPOTrainer, args.repeats), (LabTrainer, args.floor_repeats)):
         for _ in range(repeats):
@@ -50,7 +52,8 @@ def further_gain(folder: Path, args: argparse.Namespace, dead: int) -> str:
 
 
 def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[str, Any]:
-    """Two updates with each batch of completions (`num_iterations` 2): old log-probs have to be computed before the first."""
+    """Two updates with each batch of completions (`num_iterations` 2): old log-probs have to be computed before the
+    first."""
     twice = {"num_iterations": 2, "max_steps": 2 * max(1, args.steps // 2)}
     stock, ours = (run(kind, folder, args, dead, False, "sgd", **twice) for kind in (GRPOTrainer, LabTrainer))
     return {
@@ -61,7 +64,8 @@ def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[st
 
 
 def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) -> dict[str, Any]:
-    """Stock and ours in turn, ``args.repeats`` times, then ours and the floor in turn, ``args.floor_repeats`` times; medians."""
+    """Stock and ours in turn, ``args.repeats`` times, then ours and the floor in turn, ``args.floor_repeats`` times;
+    medians."""
     stock, ours = [], []
     for _ in range(args.repeats):
         stock.append(run(GRPOTrainer, folder, args, dead, corrected, "sgd"))
@@ -154,7 +158,10 @@ def main() -> None:
             args.checkpointing = checkpointing
             with tempfile.TemporaryDirectory() as folder:
                 size = build(Path(folder), shape)
-                name = f"{shape} ({size / 1e6:.1f} M parameters), {args.rows} rows, micro-batch {args.micro}, checkpointing {args.checkpointing}"
+                name = (
+                    f"{shape} ({size / 1e6:.1f} M parameters), {args.rows} rows, micro-batch {args.micro}, "
+                    f"checkpointing {args.checkpointing}"
+                )
                 results[name] = bench(Path(folder), args, name, size)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))

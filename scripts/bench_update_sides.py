@@ -1,4 +1,5 @@
-"""The two sides of ``bench_update`` and the floor: fixed rollouts, one timed training run, plain Hugging Face on live tokens."""
+"""The two sides of ``bench_update`` and the floor: fixed rollouts, one timed training run, plain Hugging Face on live
+tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class Rollouts:
 
 
 class Watch(TrainerCallback):
-    """Seconds of each optimizer step without generation, and the first gradient (``keep_gradient``: its copying is timed)."""
+    """Seconds of each optimizer step without generation, and the first gradient (``keep_gradient``: its copying is
+    timed)."""
 
     def __init__(self, keep_gradient: bool = True) -> None:
         self.seconds: list[float] = []
@@ -155,7 +157,8 @@ def run(
 def trainer_of(
     kind: type, model: torch.nn.Module, rollouts: Rollouts, arguments: dict[str, Any], watch: Watch, **more: Any
 ) -> Any:
-    """A trainer on fixed rollouts and rewards, with the watch on it; ``more``: further words of the trainer (``peft_config``)."""
+    """A trainer on fixed rollouts and rewards, with the watch on it; ``more``: further words of the trainer
+    (``peft_config``)."""
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [1.0 if r // GROUP < rollouts.dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)]
@@ -176,8 +179,8 @@ def trainer_of(
 
 
 def tokens_computed(trainer: Any, rollouts: Rollouts) -> list[float]:
-    """Tokens of each generation batch that went through the model, padding counted: ours logs them, stock computes every row
-    padded to the longest prompt and completion."""
+    """Tokens of each generation batch that went through the model, padding counted: ours logs them, stock computes
+    every row padded to the longest prompt and completion."""
     logged = [row["update/tokens_computed"] for row in trainer.state.log_history if "update/tokens_computed" in row]
     return logged or [float(padded_tokens(rollouts, call)) for call in range(rollouts.calls)]
 
@@ -202,10 +205,11 @@ def padded_tokens(rollouts: Rollouts, call: int) -> int:
 
 
 def floor(folder: Path, args: argparse.Namespace, dead: int) -> float:
-    """Seconds of plain forward + backward on exactly the live tokens, the LM head on completion tokens only, as ours has it.
+    """Seconds of plain forward + backward on exactly the live tokens, the LM head on completion tokens only, as ours
+    has it.
 
-    Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that attention is
-    block-diagonal and no position is padding (the last row of a batch may be short).
+    Sequences are concatenated into rows of the longest live row's length with positions that start anew, so that
+    attention is block-diagonal and no position is padding (the last row of a batch may be short).
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32)
     model = model.to("cuda" if args.gpu else "cpu").train()

@@ -1,15 +1,17 @@
-"""Verification beside TRL's ``accuracy_reward``: seconds on real model outputs, from the first call on, and every verdict compared.
+"""Verification beside TRL's ``accuracy_reward``: seconds on real model outputs, from the first call on, and every
+verdict compared.
 
     python scripts/bench_verify.py [--rounds 3] [--call 64] [--data ../shared/data]
 
-Both sides judge the same texts in the same order, in calls of ``--call`` completions, each side in a process of its own, in turn.
-GSM8K outputs end in ``A: 18``, which TRL does not read: there the last line becomes ``The answer is $\\boxed{18}$`` for both. A
-question has four outputs there; in ``gsm8k, 8 each`` every one stands twice, as in a group of eight that repeats itself.
-Golds stand between dollars, for TRL reads no bare LaTeX.
+Both sides judge the same texts in the same order, in calls of ``--call`` completions, each side in a process of its
+own, in turn. GSM8K outputs end in ``A: 18``, which TRL does not read: there the last line becomes ``The answer is
+$\\boxed{18}$`` for both. A question has four outputs there; in ``gsm8k, 8 each`` every one stands twice, as in a group
+of eight that repeats itself. Golds stand between dollars, for TRL reads no bare LaTeX.
 
-What is in the clock: the calls. Before it: imports, the reward's construction, and for TRL one call on another row, which builds
-math-verify's tables; ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it while a model loads (``warm``).
-Nearly all real answers are decided without a worker; in ``math, workers only`` that path is off, so that worker processes judge them all.
+What is in the clock: the calls. Before it: imports, the reward's construction, and for TRL one call on another row,
+which builds math-verify's tables; ours starts cold (``cold``), or with the warm-up that ``LabTrainer`` gives it while a
+model loads (``warm``). Nearly all real answers are decided without a worker; in ``math, workers only`` that path is
+off, so that worker processes judge them all.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ def main() -> None:
         print(json.dumps(one_side(arguments.side, arguments.name, arguments.data, arguments.call)))
         return
     print(
-        "| outputs | rows | first call: TRL s | ours, cold | ours, warm | all calls: TRL s | ours, cold | ours, warm | equal verdicts |"
+        "| outputs | rows | first call: TRL s | ours, cold | ours, warm | all calls: TRL s | ours, cold | ours, warm "
+        "| equal verdicts |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in [arguments.name] if arguments.name else _FILES:

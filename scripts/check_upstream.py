@@ -4,9 +4,10 @@
     python scripts/check_upstream.py 1.13.0 --diff      # with the changed code, method by method
     python scripts/check_upstream.py --wheel FILE --base 1.15.0
 
-Reads both releases as text (AST, comments and docstrings left out), and of ours what is imported from ``trl``, overridden, called and read.
-Prints one line a name: ``same``, ``body`` (other code under the same signature), ``signature``, ``gone``.
-Exit code: 0 nothing that we rely on has moved; 1 code moved under names that stand; 2 a name or signature is another.
+Reads both releases as text (AST, comments and docstrings left out), and of ours what is imported from ``trl``,
+overridden, called and read. Prints one line a name: ``same``, ``body`` (other code under the same signature),
+``signature``, ``gone``. Exit code: 0 nothing that we rely on has moved; 1 code moved under names that stand; 2 a name
+or signature is another.
 """
 
 from __future__ import annotations
@@ -253,7 +254,8 @@ def main() -> int:
     version = args.version or [*Path(args.wheel).name.split("-"), ""][1]
     if not version[:1].isdigit():
         parser.error(
-            f"{args.version or args.wheel!r} names no release: a version such as 1.17.0, or a wheel named trl-VERSION-….whl"
+            f"{args.version or args.wheel!r} names no release: a version such as 1.17.0, or a wheel named "
+            "trl-VERSION-….whl"
         )
     with tempfile.TemporaryDirectory() as scratch:
         new = Release(unpacked(version, args.wheel, Path(scratch)), version)

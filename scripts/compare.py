@@ -1,4 +1,5 @@
-"""Variants ("arms") of one recipe from one cold start, several seeds each: table, figure and records under runs/compare/EXPERIMENT.
+"""Variants ("arms") of one recipe from one cold start, several seeds each: table, figure and records under
+runs/compare/EXPERIMENT.
 
     python scripts/compare.py length       # Kimi's length reward: none, after a warm-up, large from step 0
     python scripts/compare.py language     # R1's language consistency: without and with, on a bilingual cold start
@@ -8,8 +9,8 @@
     python scripts/compare.py reinforce --seeds 0      # 4 deltas x 3 losses, four updates a rollout; --gamma 0.98: discounted per token
     python scripts/compare.py curation --start runs/lab-misreading/cold_start   # curated against random, prioritized against uniform
 
-Seeds change the problems, their order and the sampling; the start is shared (seed 0). A finished arm is not repeated, one that was broken off
-goes on from its last checkpoint.
+Seeds change the problems, their order and the sampling; the start is shared (seed 0). A finished arm is not repeated,
+one that was broken off goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ CHECKPOINTS = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1
 
 
 def menu(delta: str, loss: str) -> Callable[[Options, int], Changes]:
-    """Deltas: raw, centred, divided by the group's deviation, its maximum only. Losses: −A log π, −ratio·A, clipped; old log-probs are the rollout's."""
+    """Deltas: raw, centred, divided by the group's deviation, its maximum only. Losses: −A log π, −ratio·A, clipped;
+    old log-probs are the rollout's."""
 
     def changes(options: Options, seed: int) -> Changes:
         rule: Any = DELTAS[delta]
@@ -212,7 +214,8 @@ POOL, PROBLEMS = 600, 128
 
 
 def pools(options: Options) -> None:
-    """A seed's problems with their pass rates: ten samples each of the start, which nobody counts as rollouts of a training."""
+    """A seed's problems with their pass rates: ten samples each of the start, which nobody counts as rollouts of a
+    training."""
     from grpo_lab.pipelines.curate import curate
     from grpo_lab.pipelines.curation_recipe import curation_recipe_from
 

@@ -5,9 +5,9 @@
     python scripts/compare_methods.py critic          # Dr.GRPO, PPO, Kimi's mirror descent with and without optimizer reset
     python scripts/compare_methods.py all --jobs 2
 
-The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the sampling. Killed anywhere, the same command goes
-on (a trainer's arm from its last checkpoint). An arm that two comparisons name runs once. Prints a table a comparison and writes it, with its records
-and a figure, into --folder.
+The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the
+sampling. Killed anywhere, the same command goes on (a trainer's arm from its last checkpoint). An arm that two
+comparisons name runs once. Prints a table a comparison and writes it, with its records and a figure, into --folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ TOKENS = 56
 
 @dataclass(frozen=True)
 class Arm:
-    """A recipe with changes. ``updates``: optimizer steps a batch of completions; ``rounds``: into how many rounds the batches are put."""
+    """A recipe with changes. ``updates``: optimizer steps a batch of completions; ``rounds``: into how many rounds the
+    batches are put."""
 
     recipe: str = QUICK
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -227,7 +228,8 @@ def table(found: Found) -> str:
 
 
 def draw_points(found: Found, path: Path) -> None:
-    """Held-out accuracy over steps and over generated tokens, in which a method that generates all its tokens first has learned nothing until then."""
+    """Held-out accuracy over steps and over generated tokens, in which a method that generates all its tokens first has
+    learned nothing until then."""
     most = max(run["points"][-1]["tokens"] for runs in found.values() for run in runs)
     steps, tokens = {}, {}
     for arm, runs in found.items():

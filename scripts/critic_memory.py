@@ -1,10 +1,11 @@
-"""What a critic costs in memory, measured on a CPU beside the paper: GRPO, PPO with a head, PPO with a copy of the policy, side by side.
+"""What a critic costs in memory, measured on a CPU beside the paper: GRPO, PPO with a head, PPO with a copy of the
+policy, side by side.
 
     python scripts/critic_memory.py [--hidden 512] [--layers 6] [--rows 16]
 
-A Qwen2 from config in float32 with AdamW, two optimizer steps in a process of its own for each side; the same rows, lengths and micro-batches. On paper: 16 bytes a
-trained parameter (weight, gradient, two moments); activations come on top, and with a copy its own besides. Peak above what the process held
-before the model was made.
+A Qwen2 from config in float32 with AdamW, two optimizer steps in a process of its own for each side; the same rows,
+lengths and micro-batches. On paper: 16 bytes a trained parameter (weight, gradient, two moments); activations come on
+top, and with a copy its own besides. Peak above what the process held before the model was made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What MkDocs does to our pages on the way to the site (``hooks`` of mkdocs.yml).
 
-Pages are written to be read in the repository: a link may leave ``docs/``, and a list may follow its sentence without an empty line. The
-site has only ``docs/``, and its Markdown wants the line. So pages from elsewhere are taken in, links between the two are written anew, and the
-line is put in. Nothing is written back.
+Pages are written to be read in the repository: a link may leave ``docs/``, and a list may follow its sentence without
+an empty line. The site has only ``docs/``, and its Markdown wants the line. So pages from elsewhere are taken in, links
+between the two are written anew, and the line is put in. Nothing is written back.
 """
 
 from __future__ import annotations

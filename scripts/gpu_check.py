@@ -1,11 +1,12 @@
-"""What this machine does with stock TRL and with ours: parity, the update, the engine, the whole step, DeepSpeed. At most ten minutes.
+"""What this machine does with stock TRL and with ours: parity, the update, the engine, the whole step, DeepSpeed. At
+most ten minutes.
 
     make gpu-check                                   # one GPU: runs/gpu_check.json and runs/gpu_check.md
     python scripts/gpu_check.py --tiny               # small models, also on a CPU: a check that it runs
     python scripts/gpu_check.py --only "parity, fp32" "update, 0.5B"
 
-Models have random weights in the shapes of Qwen2.5; nothing is downloaded. A section that fails, is not installed or would not fit into the
-budget says so, and the others go on. Exit code 1 where one failed.
+Models have random weights in the shapes of Qwen2.5; nothing is downloaded. A section that fails, is not installed or
+would not fit into the budget says so, and the others go on. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from gpu_checks.update import update_of
 from gpu_checks.whole_step import our_engine, stock_engine, with_transformers
 from gpu_checks.zero import zero_of
 
-STOCK_ON_A_CPU = "stock TRL's sync does not reach vLLM's CPU build, which packs its weights (`Parameter` has no attribute `weight_loader`)"
+STOCK_ON_A_CPU = (
+    "stock TRL's sync does not reach vLLM's CPU build, which packs its weights (`Parameter` has no "
+    "attribute `weight_loader`)"
+)
 #: the most telling first: what the budget does not hold is left out from the end
 SECTIONS = (
     Section("versions", versions, 5, 1),

@@ -2,9 +2,9 @@
 
     python scripts/grpo_flat.py --model MODEL --data gsm8k/train.jsonl --method dr_grpo --steps 100
 
-It reads in the order in which a step happens: draw questions, sample G answers to each, score them, compare within the group, push.
-What is left out against the library: other losses, several ranks, vLLM, leaving dead rows out, resume. ``tests/reference/test_grpo_flat.py``
-holds its losses and weights against ``LabTrainer``'s on the same completions.
+It reads in the order in which a step happens: draw questions, sample G answers to each, score them, compare within the
+group, push. What is left out against the library: other losses, several ranks, vLLM, leaving dead rows out, resume.
+``tests/reference/test_grpo_flat.py`` holds its losses and weights against ``LabTrainer``'s on the same completions.
 
 GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 and §4.1.2. Dr.GRPO: arXiv 2503.20783, §3.2. KL estimators: Schulman, 2020.
 """
@@ -101,7 +101,8 @@ def accuracy(text: str, gold: str) -> float:
 
 
 def advantages(rewards: Tensor, s: Settings) -> Tensor:
-    """``[N]``: a reward against the others of its group. GRPO divides by the group's standard deviation, Dr.GRPO does not."""
+    """``[N]``: a reward against the others of its group. GRPO divides by the group's standard deviation, Dr.GRPO does
+    not."""
     group = rewards.double().view(-1, s.group)
     centred = group - group.mean(1, keepdim=True)
     if s.method == "grpo":

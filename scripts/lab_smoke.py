@@ -1,10 +1,12 @@
-"""Every preset and every trainer trains some steps from the quick start's cold start: does it run, is its loss finite, does it move the weights?
+"""Every preset and every trainer trains some steps from the quick start's cold start: does it run, is its loss finite,
+does it move the weights?
 
     make lab-smoke                              # 30 steps each, one table -> runs/lab_smoke/table.md
     python scripts/lab_smoke.py --only gspo KimiTrainer --steps 5
 
-Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The cold start is made once and kept. This
-shows that everything runs; which of them is better is another question (scripts/compare_methods.py, scripts/compare.py).
+Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The
+cold start is made once and kept. This shows that everything runs; which of them is better is another question
+(scripts/compare_methods.py, scripts/compare.py).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def main() -> None:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name → what a recipe says to mean it: presets by ``objective``, trainers by ``trainer`` (they bring their objective and rewards)."""
+    """Name → what a recipe says to mean it: presets by ``objective``, trainers by ``trainer`` (they bring their
+    objective and rewards)."""
     offered = {name: getattr(grpo_lab, name) for name in grpo_lab.__all__}
     trainers = [
         name

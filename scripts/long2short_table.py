@@ -79,7 +79,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(method: str, seed: int, output: Path, options: Options) -> dict[str, Any]:
-    """What all ways have in common: the model, the samples, the evaluation. The merge averages with what was trained on the shortest."""
+    """What all ways have in common: the model, the samples, the evaluation. The merge averages with what was trained on
+    the shortest."""
     data: dict[str, Any] = {"data": {**DATA, "n": options.problems, "split": "train"}}
     if method == "merge":
         data = {"short_model": str(record_file(options.folder, "shortest_sft", seed).parent)}

@@ -1,9 +1,11 @@
 """Numbers of measured runs on the pages that show them, all from one record a run: docs/measured_runs.json.
 
-python scripts/measured_runs.py                                          write them between their marks
-python scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    take a finished run's record up (its recipe and seed replace an older one)
+python scripts/measured_runs.py                                          write them between their marks python
+scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    take a finished run's record up (its recipe and seed
+replace an older one)
 
-A mark is ``<!-- measured: RECIPE FORM -->``; what stands between it and ``<!-- end of measured -->`` is made. Forms: words, table, cell, seeds.
+A mark is ``<!-- measured: RECIPE FORM -->``; what stands between it and ``<!-- end of measured -->`` is made. Forms:
+words, table, cell, seeds.
 """
 
 from __future__ import annotations

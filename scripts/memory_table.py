@@ -2,9 +2,9 @@
 
     python scripts/memory_table.py
 
-Nothing here was measured on a GPU. Shapes are those of the models' config.json; the arithmetic stands in the functions below and
-needs nothing but Python. `tests/unit/test_memory_table.py` checks what can be checked on a CPU: parameter counts against
-transformers, and saved activations against what autograd keeps for a layer.
+Nothing here was measured on a GPU. Shapes are those of the models' config.json; the arithmetic stands in the functions
+below and needs nothing but Python. `tests/unit/test_memory_table.py` checks what can be checked on a CPU: parameter
+counts against transformers, and saved activations against what autograd keeps for a layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Shape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that every token is multiplied with: all layers and the LM head; looking up an embedding is free."""
+        """Parameters that every token is multiplied with: all layers and the LM head; looking up an embedding is
+        free."""
         return self.layers * self.layer_parameters + self.embedding
 
 
@@ -73,7 +74,8 @@ STEP_FLOOR = 0.004  # assumed seconds that a decoding step takes however small t
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step of recipes/gsm8k, with the lengths assumed for it (means; `budget` = max_completion_length)."""
+    """One optimizer step of recipes/gsm8k, with the lengths assumed for it (means; `budget` =
+    max_completion_length)."""
 
     rows: int = 128
     micro_batch: int = 16
@@ -89,19 +91,18 @@ class Workload:
 WORK = Workload()
 
 
-# -- memory, bytes -------------------------------------------------------------------------------------------------------
+# -- memory, bytes -----------------------------------------------------------------------------------------------------
 
 
 def state_bytes(shape: Shape, layout: str, ranks: int = RANKS) -> float:
     """Weights, gradients, AdamW's two moments and working copies, a GPU.
 
-    N parameters, R ranks. float32 weights under bf16 autocast (TRL's default dtype with `bf16: true`):
-    single: 4N weights + 4N gradients + 8N AdamW + 2N bf16 copies that autocast makes for a forward;
-    ddp:    + 4N for DDP's gradient buckets;
-    zero2:  DeepSpeed bf16: 2N weights + 2N gradients while they are reduced + 12N/R (float32 weights and AdamW);
-    fsdp2:  16N/R + the bf16 weights and gradients of the layer at work and of the embedding (4 × each).
-    single bf16 (`model_init_kwargs: {dtype: bfloat16}`): 2N + 2N + 4N, coarser steps: small learning rates may round away.
-    LoRA:   2N frozen bf16 weights; adapters of some 1% of N in float32 (16 bytes each).
+    N parameters, R ranks. float32 weights under bf16 autocast (TRL's default dtype with `bf16: true`): single: 4N
+    weights + 4N gradients + 8N AdamW + 2N bf16 copies that autocast makes for a forward; ddp:    + 4N for DDP's
+    gradient buckets; zero2:  DeepSpeed bf16: 2N weights + 2N gradients while they are reduced + 12N/R (float32 weights
+    and AdamW); fsdp2:  16N/R + the bf16 weights and gradients of the layer at work and of the embedding (4 × each).
+    single bf16 (`model_init_kwargs: {dtype: bfloat16}`): 2N + 2N + 4N, coarser steps: small learning rates may round
+    away. LoRA:   2N frozen bf16 weights; adapters of some 1% of N in float32 (16 bytes each).
     """
     n = shape.parameters
     working = 4 * (shape.layer_parameters + shape.embedding * (1 if shape.tied else 2))
@@ -132,16 +133,18 @@ def critic_bytes(shape: Shape, layout: str, kind: str, ranks: int = RANKS) -> fl
 def layer_activation_bytes(shape: Shape) -> int:
     """Kept for the backward, a token and layer: bf16 autocast over float32 weights, fused attention (no T × T matrix).
 
-    Residual stream and norms in float32: input and normalised value of two norms, 4 × 4h. bf16 (2 bytes): the norms' outputs,
-    cast anew for each of the projections q, k, v, gate, up, 5 × 2h; q and the attention's output 2 × 2h; k and v 2 × 2k; of
-    the MLP gate, SiLU(gate), up and their product 4 × 2I. (Left out: 8 + 4 × heads bytes of norms and softmax.)
+    Residual stream and norms in float32: input and normalised value of two norms, 4 × 4h. bf16 (2 bytes): the norms'
+    outputs, cast anew for each of the projections q, k, v, gate, up, 5 × 2h; q and the attention's output 2 × 2h; k and
+    v 2 × 2k; of the MLP gate, SiLU(gate), up and their product 4 × 2I. (Left out: 8 + 4 × heads bytes of norms and
+    softmax.)
     """
     h, k, i = shape.hidden, shape.key_value, shape.intermediate
     return 16 * h + 10 * h + 4 * h + 4 * k + 8 * i
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
-    """All layers; with gradient checkpointing each keeps its float32 input (4h), and one layer at a time is recomputed."""
+    """All layers; with gradient checkpointing each keeps its float32 input (4h), and one layer at a time is
+    recomputed."""
     layer = layer_activation_bytes(shape)
     if not checkpointing:
         return tokens * shape.layers * layer
@@ -159,7 +162,7 @@ def kv_bytes(shape: Shape) -> int:
     return 2 * shape.layers * shape.key_value * 2
 
 
-# -- time, seconds -------------------------------------------------------------------------------------------------------
+# -- time, seconds -----------------------------------------------------------------------------------------------------
 
 
 def attention_flops(shape: Shape, context: float) -> float:
@@ -198,7 +201,7 @@ def generation_seconds(shape: Shape, gpu: Gpu, work: Workload, ranks: int = 1) -
     return prefill / ranks + work.budget * decode
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> str:
@@ -250,7 +253,8 @@ def tokens_table() -> str:
 
 
 def peak_bytes(shape: Shape, layout: str, ranks: int, checkpointing: bool = True) -> float:
-    """States, activations of one micro-batch of the recipe, fused LM head, and a colocated engine's bf16 weights and cache."""
+    """States, activations of one micro-batch of the recipe, fused LM head, and a colocated engine's bf16 weights and
+    cache."""
     tokens = WORK.micro_batch * (WORK.longest_prompt + WORK.budget)
     update = activation_bytes(shape, tokens, checkpointing) + logits_bytes(shape, tokens, fused=True)
     cache = kv_bytes(shape) * WORK.rows // ranks * (WORK.longest_prompt + WORK.budget)

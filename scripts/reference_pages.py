@@ -51,7 +51,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
-# -- command line --------------------------------------------------------------------------------------------------------
+# -- command line ------------------------------------------------------------------------------------------------------
 
 
 def command_line() -> str:
@@ -63,7 +63,8 @@ def command_line() -> str:
         "# Command line",
         MADE,
         "",
-        "`grpo-lab train --help` says the same, and so for each command. Those with `--config` (and `quickstart`) take `--key value` for every setting of their "
+        "`grpo-lab train --help` says the same, and so for each command. Those with `--config` (and `quickstart`) "
+        "take `--key value` for every setting of their "
         "recipe; what it may hold, how numbers are read, and exit codes: [recipes](recipes.md).",
         "",
         *options(parser, {"help", "command"}),
@@ -95,7 +96,7 @@ def _metavar(action: argparse.Action) -> str | None:
     return action.metavar if isinstance(action.metavar, str) else None
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def settings() -> str:
@@ -104,9 +105,12 @@ def settings() -> str:
         "# Settings",
         MADE,
         "",
-        "What `LabConfig` adds to `trl.GRPOConfig`, whose arguments it all takes, too. In a recipe they stand at the top, in Python they "
-        "are arguments, on the command line `--update.max_tokens 4096`. A mapping may also be JSON text; an unknown key is refused "
-        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML, and the default where none is named.",
+        "What `LabConfig` adds to `trl.GRPOConfig`, whose arguments it all takes, too. In a recipe they stand at the "
+        "top, in Python they "
+        "are arguments, on the command line `--update.max_tokens 4096`. A mapping may also be JSON text; an unknown "
+        "key is refused "
+        "with the nearest match, and a contradiction with both settings. `None` is `null` in YAML, and the default "
+        "where none is named.",
         "",
     ]
     kinds = typing.get_type_hints(LabSettings)

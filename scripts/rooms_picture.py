@@ -74,7 +74,8 @@ def is_there(room: str, within: Path = PACKAGE) -> bool:
 def box(x: float, y: float, width: float, height: float, colour: str, name: str, said: str) -> list[str]:
     middle = x + width / 2
     return [
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{colour}" stroke="#64748b"/>',
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{colour}" '
+        'stroke="#64748b"/>',
         f'<text x="{middle:.0f}" y="{y + 22:.0f}" class="name">{escape(name)}</text>',
         f'<text x="{middle:.0f}" y="{y + 40:.0f}" class="said">{escape(said)}</text>',
     ]
@@ -88,7 +89,8 @@ def trainer(x: float, y: float, width: float, colour: str, said: str) -> list[st
     for number, (what, rooms) in enumerate(groups):
         left = x + GAP + number * (one + GAP)
         drawn.append(
-            f'<rect x="{left:.0f}" y="{y + 50:.0f}" width="{one:.0f}" height="74" rx="4" fill="#fff8ea" stroke="#c9a35a"/>'
+            f'<rect x="{left:.0f}" y="{y + 50:.0f}" width="{one:.0f}" height="74" rx="4" fill="#fff8ea" '
+            'stroke="#c9a35a"/>'
         )
         drawn.append(f'<text x="{left + one / 2:.0f}" y="{y + 66:.0f}" class="said">{escape(what)}</text>')
         lines = [rooms[:2], rooms[2:]] if len(rooms) > 2 else [rooms]
@@ -140,12 +142,14 @@ def picture() -> str:
         y += height + 28
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" role="img" font-family="sans-serif">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" role="img" '
+            'font-family="sans-serif">',
             "<title>The rooms of grpo_lab: each knows only rooms below it</title>",
             "<style>.name{font-weight:bold;font-size:16px}.said{font-size:12px;fill:#475569}.room{font-size:14px}"
             ".floor{font-size:13px;font-style:italic;fill:#475569}.name,.said,.room{text-anchor:middle}"
             ".arrow{stroke:#64748b;stroke-width:2;fill:none;marker-end:url(#head)}</style>",
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" '
+            'orient="auto">'
             '<path d="M0 0 8 4 0 8z" fill="#64748b"/></marker></defs>',
             f'<rect width="{WIDTH}" height="{y:.0f}" rx="10" fill="#ffffff" stroke="#cbd5e1"/>',
             *drawn,

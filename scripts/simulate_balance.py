@@ -8,7 +8,8 @@ all its rows padded to its longest prompt and completion.
     python scripts/simulate_balance.py [--data DIR] [--seeds 5] [--rows-per-rank 8 64 256] > table.md
     python scripts/simulate_balance.py --exchange > bytes.md     # what ranks receive of 1,024 rows of up to 17 thousand tokens
 
-For the bytes completions are made as long as a reasoning model's: 32 times the real ones, so that the cut at 512 is one at 16,384.
+For the bytes completions are made as long as a reasoning model's: 32 times the real ones, so that the cut at 512 is one
+at 16,384.
 
 Needs `tokenizers` and the data folder ($GRPO_LAB_DATA, else ../shared/data beside the checkout).
 """
@@ -49,7 +50,8 @@ COLUMNS = (
     "ratio",
     "plan, ms",
 )
-#: of a row with the old policy's and the sampler's log-probs. Before, everything was gathered, padded: ids and masks of 8 bytes
+#: of a row with the old policy's and the sampler's log-probs. Before, everything was gathered, padded: ids and masks of
+#: 8 bytes
 BEFORE = {"prompt token": 16, "completion token": 24, "row": 12}
 #: now: ids of 4, a mask of 1, log-probs of 4; offset and advantage; and eight numbers of 8 bytes of every row of others
 NOW = {"prompt token": 4, "completion token": 13, "row": 12, "row of others": 64}

@@ -3,12 +3,13 @@
     python scripts/test_versions.py                # all rows; some minutes each on two cores
     python scripts/test_versions.py oldest         # one
 
-Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package installed from this
-checkout with the row's pins, and three suites: the contract with TRL's private names, the parity of our objectives with TRL's, and
-the drop-in runs. Prints a table, and writes it between the marks of docs/compatibility.md once every row has been run.
+Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package
+installed from this checkout with the row's pins, and three suites: the contract with TRL's private names, the parity of
+our objectives with TRL's, and the drop-in runs. Prints a table, and writes it between the marks of
+docs/compatibility.md once every row has been run.
 
-TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a GPU; where there is none, its
-``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
+TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a
+GPU; where there is none, its ``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
 """
 
 from __future__ import annotations

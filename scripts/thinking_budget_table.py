@@ -1,7 +1,7 @@
 """What a thinking budget does to a model that thinks: budgets 0, 8, 32 and none, on transformers and on vLLM.
 
-A tiny Qwen2 is taught to solve word problems between <think> and </think> (supervised, a few minutes on one core); then every
-completion of held-out problems is checked: it obeys the budget, and it ends in an answer.
+A tiny Qwen2 is taught to solve word problems between <think> and </think> (supervised, a few minutes on one core); then
+every completion of held-out problems is checked: it obeys the budget, and it ends in an answer.
 
     python scripts/thinking_budget_table.py [--folder runs/thinking]
 """
@@ -70,7 +70,8 @@ def row(
     obeyed = sum(budget is None or tokens <= budget for tokens in thinking)
     n = len(made)
     return (
-        f"| {name} | {'none' if budget is None else budget} | {max(thinking)} | {obeyed}/{n} | {cut / n:.3f} | {answered / n:.3f} | "
+        f"| {name} | {'none' if budget is None else budget} | {max(thinking)} | {obeyed}/{n} | {cut / n:.3f} | "
+        f"{answered / n:.3f} | "
         f"{sum(score == 1.0 for score in scores) / n:.3f} |"
     )
 
@@ -98,7 +99,8 @@ def main() -> None:
     rows = word_problems(args.problems, split="test", **SETTINGS)
     prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in rows["prompt"]]
     print(
-        "| engine | budget | longest thinking, tokens | obey the budget | cut | end in an answer | right |\n|---|---|---|---|---|---|---|"
+        "| engine | budget | longest thinking, tokens | obey the budget | cut | end in an answer | right "
+        "|\n|---|---|---|---|---|---|---|"
     )
     for name, generate in engines(args.folder, tokenizer).items():
         for budget in (0, 8, 32, None):

@@ -1,4 +1,5 @@
-"""The same as ``grpo-lab train``, for ``accelerate launch scripts/train.py --config recipes/….yaml [--key value …]``."""
+"""The same as ``grpo-lab train``, for ``accelerate launch scripts/train.py --config recipes/….yaml [--key value
+…]``."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Shared fixtures. Nothing here needs the network; the shared data are found by ``grpo_lab_data`` or the test is skipped."""
+"""Shared fixtures. Nothing here needs the network; the shared data are found by ``grpo_lab_data`` or the test is
+skipped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Scripts as forks of one process that has imported torch, transformers and TRL: a world of ranks costs its trainings, not its imports.
+"""Scripts as forks of one process that has imported torch, transformers and TRL: a world of ranks costs its trainings,
+not its imports.
 
-Python's own ``forkserver`` with a preload; it starts with the first fork and ends with the process that asked for it. The imports cost
-fourteen seconds of a core where vLLM is installed, and the suite starts some seventy ranks. What a fork does not show: faults of the
-imports themselves. ``cold`` launches keep these (:mod:`distributed.launch`).
+Python's own ``forkserver`` with a preload; it starts with the first fork and ends with the process that asked for it.
+The imports cost fourteen seconds of a core where vLLM is installed, and the suite starts some seventy ranks. What a
+fork does not show: faults of the imports themselves. ``cold`` launches keep these (:mod:`distributed.launch`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def run(words: Sequence[str], folder: Path | None = None, **more: str) -> subpro
 
 
 def finish(scripts: Sequence[BaseProcess], timeout: float) -> int:
-    """0 when all have ended well, else the first other code. Then the rest are killed, as all are when the time is over."""
+    """0 when all have ended well, else the first other code. Then the rest are killed, as all are when the time is
+    over."""
     running = {script.sentinel: script for script in scripts}
     try:
         while running:
@@ -70,7 +72,8 @@ def finish(scripts: Sequence[BaseProcess], timeout: float) -> int:
 
 
 def end_with_children(pid: int | None) -> None:
-    """Kill a process and all that it started, whatever groups and sessions they made. Parents first: none starts another one."""
+    """Kill a process and all that it started, whatever groups and sessions they made. Parents first: none starts
+    another one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
         top.suspend()

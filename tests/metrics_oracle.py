@@ -36,7 +36,8 @@ def accuracy_reward(completion_ids: list[list[int]], number: list[int], **_: Any
 
 
 class Recorded(LabTrainer):
-    """Keeps, per optimizer step and over all ranks, the rows, the policy before the step, and the tokens it forwarded."""
+    """Keeps, per optimizer step and over all ranks, the rows, the policy before the step, and the tokens it
+    forwarded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,8 +1,8 @@
 """PPO with a critic in float64, number by number: what trainings on scripted completions must end at.
 
-Everything at once: KL per token in the reward (clamped k1, per own token), tokens of an environment in between, completions that did
-not end, rewards that could not score, rewards and advantages whitened over the whole batch, a value clip that acts, learning rates of two groups,
-two updates on each of two generations.
+Everything at once: KL per token in the reward (clamped k1, per own token), tokens of an environment in between,
+completions that did not end, rewards that could not score, rewards and advantages whitened over the whole batch, a
+value clip that acts, learning rates of two groups, two updates on each of two generations.
 """
 
 from __future__ import annotations

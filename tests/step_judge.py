@@ -1,4 +1,5 @@
-"""A random process reward model of Hugging Face's token-classification kind, with a tokenizer that is not the policy's."""
+"""A random process reward model of Hugging Face's token-classification kind, with a tokenizer that is not the
+policy's."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 
 HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
-"""Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are needed."""
+"""Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are
+needed."""
 MAY_LOAD_HEAVY = {"trainer", "recipe", "runs", "pipelines", "evaluation", "cli"}
 OWN_PROCESS = {"verifiers/math_worker.py"}
 """Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
@@ -177,7 +178,8 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 
 def too_long(path: str, source: str) -> list[str]:
-    """``path`` where the file is too long, ``path function`` where one of its functions is (decorators do not count)."""
+    """``path`` where the file is too long, ``path function`` where one of its functions is (decorators do not
+    count)."""
     found = [path] if len(source.splitlines()) > MOST_LINES else []
     functions = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -250,7 +252,8 @@ def handed_a_recipe(source: str) -> bool:
 
 
 def test_a_recipe_is_resolved_once_and_handed_to_few() -> None:
-    """Beyond ``recipe/`` a training has a ``Job``; the run's folder compares recipes, and the dry run puts one into words."""
+    """Beyond ``recipe/`` a training has a ``Job``; the run's folder compares recipes, and the dry run puts one into
+    words."""
     handed = {p.relative_to(PACKAGE).as_posix() for p in package_files() if handed_a_recipe(p.read_text())}
     beyond = {"pipelines/train.py", "pipelines/dry_run.py", "pipelines/run_folder.py", "pipelines/resume.py"}
     assert {name for name in handed if not name.startswith("recipe/")} <= beyond

@@ -1,4 +1,5 @@
-"""The trainer room has no circle and no arrow that runs back up, imports for type checkers and inside functions included."""
+"""The trainer room has no circle and no arrow that runs back up, imports for type checkers and inside functions
+included."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""How far apart two computations of the same number may be: from the precision, the size of the terms and the number of additions.
+"""How far apart two computations of the same number may be: from the precision, the size of the terms and the number of
+additions.
 
-Never from what one machine printed: another CPU adds in another order (vector width, blocking), so the bounds hold for any order.
-``u`` is the unit roundoff, half the distance from 1 to the next number (float32: 6e-8, bfloat16: 3.9e-3, float64: 1.1e-16).
+Never from what one machine printed: another CPU adds in another order (vector width, blocking), so the bounds hold for
+any order. ``u`` is the unit roundoff, half the distance from 1 to the next number (float32: 6e-8, bfloat16: 3.9e-3,
+float64: 1.1e-16).
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import math
 
 import torch
 
-#: roundings between a model's weights and a logit that are not part of a long sum: norms, rotary angles, softmax, activation and
-#: residuals of two layers, the head, and the log-softmax itself
+#: roundings between a model's weights and a logit that are not part of a long sum: norms, rotary angles, softmax,
+#: activation and residuals of two layers, the head, and the log-softmax itself
 ROUNDINGS = 16
 #: a random error's size that is not exceeded in some thousand draws, in standard deviations
 TAIL = 4.0
@@ -22,13 +24,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def two_walks(dtype: torch.dtype, roundings: float) -> float:
-    """Relative difference of two results with ``roundings`` roundings each: a rounding is uniform in ±u (standard deviation u/√3),
-    they add up as a random walk, and two results differ by √2 of one's error."""
+    """Relative difference of two results with ``roundings`` roundings each: a rounding is uniform in ±u (standard
+    deviation u/√3), they add up as a random walk, and two results differ by √2 of one's error."""
     return TAIL * unit_roundoff(dtype) * math.sqrt(2 / 3 * max(roundings, 1))
 
 
 def sum_gap(dtype: torch.dtype, terms: float, additions: int) -> float:
-    """Two sums of the same ``additions`` terms in two orders; ``terms``: Σ|term|, which bounds what is added up so far."""
+    """Two sums of the same ``additions`` terms in two orders; ``terms``: Σ|term|, which bounds what is added up so
+    far."""
     return terms * two_walks(dtype, additions)
 
 
@@ -45,9 +48,9 @@ def loss_gap(
 ) -> float:
     """The loss of a step, absolute: a mean of terms of size ``terms`` whose ratios are off by ``log_prob_gap``.
 
-    A ratio e^x is off by its exponent's error, relative to itself. The errors of a step's log-probs share their weights, so they are
-    not averaged away over tokens. From the second step on the weights themselves differ by rounding: ``steps`` of those errors, as a
-    random walk.
+    A ratio e^x is off by its exponent's error, relative to itself. The errors of a step's log-probs share their
+    weights, so they are not averaged away over tokens. From the second step on the weights themselves differ by
+    rounding: ``steps`` of those errors, as a random walk.
     """
     return terms * log_prob_gap(dtype, nats, width) * math.sqrt(steps) + sum_gap(dtype, terms, additions)
 
@@ -57,8 +60,9 @@ def movement_gap(
 ) -> float:
     """‖Δw − Δw'‖ / ‖Δw'‖ after ``steps`` optimizer steps.
 
-    Two parts. A weight holds its movement only to u of the weight: a rounding a step of ‖w‖ = ``weights``, relative to ‖Δw‖ =
-    ``moved``. And a step's gradient is off by what its log-probs are off, and by what the steps before left: √Σ_{k ≤ steps} k².
+    Two parts. A weight holds its movement only to u of the weight: a rounding a step of ‖w‖ = ``weights``, relative to
+    ‖Δw‖ = ``moved``. And a step's gradient is off by what its log-probs are off, and by what the steps before left:
+    √Σ_{k ≤ steps} k².
     """
     held = weights / moved * two_walks(dtype, steps)
     return held + log_prob_gap(dtype, nats, width) * math.sqrt(steps * (steps + 1) * (2 * steps + 1) / 6)
@@ -69,8 +73,8 @@ def metric_gap(
 ) -> float:
     """A logged mean (loss, entropy, gradient norm, KL) of terms of size ``size``, relative to that size.
 
-    Step k's gradient is off by its own log-probs' error and by what the k − 1 steps before left (``movement_gap``): at most ``steps``
-    errors. On top of that a sum over ``additions`` numbers.
+    Step k's gradient is off by its own log-probs' error and by what the k − 1 steps before left (``movement_gap``): at
+    most ``steps`` errors. On top of that a sum over ``additions`` numbers.
     """
     return size * (steps * log_prob_gap(dtype, nats, width) + two_walks(dtype, additions))
 

@@ -17,7 +17,8 @@ from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
 
-A class attribute ``level`` says what it makes: ``"row"`` (also where nothing is said), or ``"token"``: in two stages, as ``process``."""
+A class attribute ``level`` says what it makes: ``"row"`` (also where nothing is said), or ``"token"``: in two stages,
+as ``process``."""
 
 RULES: dict[str, Callable[..., AdvantageRule]] = {
     "raw": Raw,
@@ -64,7 +65,8 @@ __all__ = [
 
 
 def advantage_rule(name: str, **parameters: Any) -> Any:
-    """The rule called ``name`` with its parameters, the fields of its dataclass. ``ValueError`` for an unknown name or parameter."""
+    """The rule called ``name`` with its parameters, the fields of its dataclass. ``ValueError`` for an unknown name or
+    parameter."""
     return registry.built(registry.found({**RULES, **TOKEN_RULES}, name, "advantage"), parameters, "advantage")
 
 
@@ -72,7 +74,8 @@ def register_advantage(name: str, part: Any = None) -> Any:
     """Make ``advantage: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
 
     Raises:
-        ValueError: the name is another object's already, or the part cannot be called, or its ``level`` is neither "row" nor "token".
+        ValueError: the name is another object's already, or the part cannot be called, or its ``level`` is neither
+            "row" nor "token".
     """
     if part is None:
         return lambda later: register_advantage(name, later)

@@ -18,9 +18,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
         δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
 
-    t⁺ is the next token that the policy made, and n(t,s) counts those from t (inclusive) to s (exclusive): tool output and padding are no
-    time steps (``mask``). After the last one the value is 0: a completion is an episode, whether it ended by itself or was cut.
-    λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
+    t⁺ is the next token that the policy made, and n(t,s) counts those from t (inclusive) to s (exclusive): tool output
+    and padding are no time steps (``mask``). After the last one the value is 0: a completion is an episode, whether it
+    ended by itself or was cut. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
 
     Args:
         rewards: ``[B, T]``, read only where ``mask`` is True.
@@ -30,7 +30,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
         lam: λ in [0, 1], how far errors of the values reach back.
 
     Returns:
-        ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False. Gradients flow through both: detach ``values`` first.
+        ``(advantages, returns)``, both ``[B, T]`` and 0 where ``mask`` is False. Gradients flow through both: detach
+        ``values`` first.
 
     Raises:
         ValueError: γ or λ outside [0, 1], or shapes that differ or are not ``[B, T]``.
@@ -54,8 +55,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 class GAE:
     """``gae`` as a rule of level ``token``: what a critic's values make of the rewards of this rank's tokens.
 
-    Reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there. Whitening is the
-    trainer's: it takes the tokens of all ranks.
+    Reads ``table.local.rewards`` and ``table.local.values``, which a trainer with a critic (``value``) puts there.
+    Whitening is the trainer's: it takes the tokens of all ranks.
 
     Source: GAE (arXiv 1506.02438); γ = 1 and λ = 0.95 are PPO's usual ones for language models.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 def by_group(rewards: Tensor, group_size: int) -> Tensor:
     """``[N] -> [N/G, G]`` in float64, after checking the door.
 
-    Advantages are differences of nearly equal numbers, divided by a small spread: in float32 rewards of 1 that differ by a KL
-    penalty of 1e-4 keep three digits of it.
+    Advantages are differences of nearly equal numbers, divided by a small spread: in float32 rewards of 1 that differ
+    by a KL penalty of 1e-4 keep three digits of it.
     """
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
@@ -53,7 +53,8 @@ def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def population_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """NaN-aware standard deviation with n in the denominator: of these completions, not of what they were drawn from."""
+    """NaN-aware standard deviation with n in the denominator: of these completions, not of what they were drawn
+    from."""
     centred = values - values.nanmean(dim=dim, keepdim=True)
     count = (~values.isnan()).sum(dim=dim, keepdim=True).clamp(min=1)
     std = (centred.square().nansum(dim=dim, keepdim=True) / count).sqrt()

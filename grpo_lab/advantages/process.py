@@ -16,7 +16,8 @@ from grpo_lab.batch import RewardTable
 
 @dataclass(frozen=True)
 class StepTable:
-    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of completions and of tokens.
+    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of completions and of
+    tokens.
 
     Args:
         row: long ``[S]``, the completion that a step belongs to, ascending.
@@ -88,20 +89,21 @@ class Process:
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε is not given there; it is that of
-    ``group_zscore``, and so is the standard deviation (``std``), so that with one step a completion, ending at its last token,
-    this is outcome GRPO to the last bit.
+    ``group_zscore``, and so is the standard deviation (``std``), so that with one step a completion, ending at its last
+    token, this is outcome GRPO to the last bit.
 
-    Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of this rank's rows
-    only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one and steps that could not be
-    scored get nothing; a group whose steps all score alike is dead.
+    Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of
+    this rank's rows only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one
+    and steps that could not be scored get nothing; a group whose steps all score alike is dead.
 
-    Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within the group, where the
-    outcome is the weighted sum of all columns that hold no steps.
+    Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
+    the group, where the outcome is the weighted sum of all columns that hold no steps.
     """
 
     level: ClassVar[str] = "token"
     reads_steps: ClassVar[bool] = True
-    #: a KL per completion is taken from the outcome's reward, and would be compared with nothing but itself where there is none
+    #: a KL per completion is taken from the outcome's reward, and would be compared with nothing but itself where there
+    #: is none
     penalises_outcome: ClassVar[bool] = True
     epsilon: float = 1e-4
     std: str = "sample"
@@ -144,14 +146,16 @@ class Process:
 
 
 def spread(steps: StepTable, width: int) -> Tensor:
-    """Reward-to-go on the tokens: ``[B, T]`` with Σ of the scores of the row's steps that end at t or later (T = ``width``).
+    """Reward-to-go on the tokens: ``[B, T]`` with Σ of the scores of the row's steps that end at t or later (T =
+    ``width``).
 
     Raises:
         ValueError: a step ends beyond the width.
     """
     if steps.end.numel() and not (int(steps.end.min()) >= 0 and int(steps.end.max()) < width):
         raise ValueError(
-            f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of at most "
+            f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of "
+            "at most "
             f"{width} tokens; `end_token` counts from 0 within the completion"
         )
     at_ends = steps.score.new_zeros(steps.rows, width)
@@ -162,7 +166,8 @@ def spread(steps: StepTable, width: int) -> Tensor:
 def outcome_of(table: RewardTable) -> RewardTable | None:
     """The table without the columns of step rewards; ``None`` where there is no other reward.
 
-    A row whose steps were scored and whose outcome was not has no outcome: a penalty beside it does not make it one of 0.
+    A row whose steps were scored and whose outcome was not has no outcome: a penalty beside it does not make it one of
+    0.
     """
     columns = len(table.names)
     kept = [column for column in range(columns) if column not in table.steps]

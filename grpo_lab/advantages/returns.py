@@ -18,11 +18,12 @@ from grpo_lab.batch import RewardTable, safe
 
 
 def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, where n(t,s) is the number of own tokens from t (inclusive) to s (exclusive).
+    """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, where n(t,s) is the number of own tokens from t (inclusive) to s
+    (exclusive).
 
-    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps, pay nothing and get 0. Computed by
-    doubling (after pass k a token holds its next 2ᵏ own tokens), so T tokens take log₂ T passes and every number is a sum of T
-    terms at most.
+    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps, pay nothing and get
+    0. Computed by doubling (after pass k a token holds its next 2ᵏ own tokens), so T tokens take log₂ T passes and
+    every number is a sum of T terms at most.
 
     Args:
         values: ``[B, T]``; read only where ``mask`` is True.
@@ -52,17 +53,20 @@ DELTAS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Returns:
-    """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}, where r_{i,k} is the delta of the completion's reward on its last own token and 0 before.
+    """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}, where r_{i,k} is the delta of the completion's reward on its last own
+    token and 0 before.
 
-    n(t,k) counts the tokens that the policy made from t (inclusive) to k (exclusive): tool output and padding are no time steps, so
-    Â_{i,t} = γ^{own tokens after t} · Δ_i. With γ = 1 this is the row rule ``delta`` on every token.
+    n(t,k) counts the tokens that the policy made from t (inclusive) to k (exclusive): tool output and padding are no
+    time steps, so Â_{i,t} = γ^{own tokens after t} · Δ_i. With γ = 1 this is the row rule ``delta`` on every token.
 
-    Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta what is taken off depends on how
-    long the completion still goes on: it is no baseline then but a part of the reward (docs/algorithms/reinforce.md); ``raw`` is unbiased.
+    Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta what is taken off
+    depends on how long the completion still goes on: it is no baseline then but a part of the reward
+    (docs/algorithms/reinforce.md); ``raw`` is unbiased.
 
     Args:
         gamma: γ in [0, 1], per own token.
-        delta: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out`` or ``group_max``: what becomes of the rewards of a group.
+        delta: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out`` or ``group_max``: what becomes of the
+            rewards of a group.
     """
 
     level: ClassVar[str] = "token"

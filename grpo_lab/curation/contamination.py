@@ -1,6 +1,7 @@
 """Training rows that an evaluation set already knows, with the item that knows them and the reason.
 
-A text is contaminated by an evaluation item if one of these holds, tried in this order on normalised words (`duplicates.words_of`):
+A text is contaminated by an evaluation item if one of these holds, tried in this order on normalised words
+(`duplicates.words_of`):
 
 exact          the same words in the same order
 ngram          a run of 13 words in common (13 as in GPT-3, arXiv 2005.14165, appendix C)
@@ -8,9 +9,10 @@ other_numbers  the same words once every number is masked, with at least 6 words
 masked_ngram   a run of 13 words in common once numbers are masked, at least 9 of them no numbers
 near           Indel similarity of the masked words, 2·LCS/(a + b) for lengths a and b, of at least 0.7
 
-Short texts share runs by chance: an item of fewer than 13 words is "contained" only where it makes up at least half of the text, and
-below 20 words (on either side) "near" takes 0.85. The published recipes stop at n-grams; the last three rules are ours, with thresholds
-chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with every item (rapidfuzz): nothing is lost to an index.
+Short texts share runs by chance: an item of fewer than 13 words is "contained" only where it makes up at least half of
+the text, and below 20 words (on either side) "near" takes 0.85. The published recipes stop at n-grams; the last three
+rules are ours, with thresholds chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with every item
+(rapidfuzz): nothing is lost to an index.
 """
 
 from __future__ import annotations

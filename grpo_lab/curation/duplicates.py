@@ -1,12 +1,14 @@
 """Exact and near duplicates inside one set: keep the first row of each family.
 
-Exact: the same normalised words. Near: Indel similarity of the words, 2·LCS/(a + b), of at least 0.85; numbers are words like any other, so
-a problem that differs from a kept one in a single number goes. (Evaluation sets are stricter: `contamination`.) Candidates come from
-MinHash LSH over 3-word shingles (datasketch) and are measured exactly (rapidfuzz): LSH can miss a pair, never invent one. A row is
-compared with kept rows only: a chain a ~ b ~ c drops b, and c only if it is close to a.
+Exact: the same normalised words. Near: Indel similarity of the words, 2·LCS/(a + b), of at least 0.85; numbers are
+words like any other, so a problem that differs from a kept one in a single number goes. (Evaluation sets are stricter:
+`contamination`.) Candidates come from MinHash LSH over 3-word shingles (datasketch) and are measured exactly
+(rapidfuzz): LSH can miss a pair, never invent one. A row is compared with kept rows only: a chain a ~ b ~ c drops b,
+and c only if it is close to a.
 
-Words: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or Japanese character one.
-Masked: every number, in digits or in English words, is `#`, so that the same problem with other numbers is the same sequence.
+Words: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or Japanese
+character one. Masked: every number, in digits or in English words, is `#`, so that the same problem with other numbers
+is the same sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _SAME_WORD: Final = {r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cdot": "*", r"
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion dozen "
-    "half third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths "
+    "half third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth "
+    "tenths "
     "once twice thrice double triple quadruple first second"
 )
 _NUMBER_WORDS: Final = frozenset(_NUMBERS.split())

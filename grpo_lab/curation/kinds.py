@@ -1,7 +1,8 @@
 """What kind of question is this? open, multiple choice, true/false or proof.
 
-Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of the RL set: the first
-two can be right by luck, the third cannot be checked by comparing an answer. The rules are ours, in this order:
+Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of
+the RL set: the first two can be right by luck, the third cannot be checked by comparing an answer. The rules are ours,
+in this order:
 
 1. options to choose from (`A) … B) … C) …`, `Options: - …`, "enter the letter of")  -> multiple_choice, or true_false
    where the only options are yes and no, true and false, valid and invalid;
@@ -10,7 +11,8 @@ two can be right by luck, the third cannot be checked by comparing an answer. Th
    a question that begins with is/does/can/…, "true or false?", "determine whether" -> true_false,
    a question word, "find", "compute", …                                            -> open;
 4. no sentence asks: a general mathematical statement ("every …", "if …, then …")   -> proof, another mathematical
-   statement of eight words or more                                                 -> true_false, anything else -> open.
+   statement of eight words or more                                                 -> true_false, anything else ->
+   open.
 
 English and Chinese are read; options are recognised in any language that letters them A, B, C.
 """
@@ -41,8 +43,10 @@ _CUE_TO_CHOOSE = re.compile(
     re.IGNORECASE,
 )
 _LETTER_IS_THE_ANSWER = re.compile(
-    r"\b(?:enter|give|write|choose|select|pick|with|state)\b(?: only| just| your answer as)? (?:the|one|all)(?: correct| right| best)?(?: capital)?"
-    r" (?:letters?\W (?:of|for|that|corresponding|label)|letters? (?:of|for|that|corresponding|label)|(?:letter|option|choice|alternative)\s*[.:(])"
+    r"\b(?:enter|give|write|choose|select|pick|with|state)\b(?: only| just| your answer as)? (?:the|one|all)(?: "
+    r"correct| right| best)?(?: capital)?"
+    r" (?:letters?\W (?:of|for|that|corresponding|label)|letters? "
+    r"(?:of|for|that|corresponding|label)|(?:letter|option|choice|alternative)\s*[.:(])"
     r"|\b(?:enter|write|answer|give|use)\W{1,3}[A-Z]\W{1,3}for\b[^.?!\n]{1,40},\W{1,3}[A-Z]\W{1,3}for\b"
     r"|\banswer\b[^.?!\n]{0,12}\b(?:as|with)\b[^.?!\n]{0,12}\$?\(?\bA\)?\$?\s?(?:,|or)\s?\$?\(?B\b",
     re.IGNORECASE,
@@ -62,7 +66,8 @@ _DETERMINE_WHETHER = re.compile(
     rf"{_START}(?:determine|decide|state|tell|say|judge|check)(?: me)? (?:whether|if)\b|判断|是否", re.IGNORECASE
 )
 _TRUE_OR_FALSE = re.compile(
-    r"\b(?:true ?(?:or|/) ?false|false ?(?:or|/) ?true|yes ?(?:or|/) ?no|valid or invalid|correct or incorrect|right or wrong)\b"
+    r"\b(?:true ?(?:or|/) ?false|false ?(?:or|/) ?true|yes ?(?:or|/) ?no|valid or invalid|correct or incorrect|right "
+    r"or wrong)\b"
     r"|\b(?:yes|true)\b\W{1,6}or\W{1,6}(?:no|false)\b"
     r"|\b(?:is|are) (?:this|it|that|the (?:above |following )?(?:statement|claim|assertion|proposition)s?)"
     r" (?:true|false|correct|valid|right)\s*[?？]|对还是错|[(（]判断对错[)）]|[吗嗎]\s*[?？]?\s*$|(?<![什怎多])么\s*[?？]\s*$",
@@ -74,7 +79,8 @@ _YES_NO_FIRST = re.compile(rf"{_LEADING}{_AUXILIARY}\s+\S", re.IGNORECASE)
 _YES_NO_LATER = re.compile(rf"(?:[,;:，；：]\s*|\bthen ){_AUXILIARY}\s+\S", re.IGNORECASE)
 _POLITE = re.compile(
     rf"{_LEADING}(?:can|could|would|will) (?:you|we|anyone|someone) (?:\w+ly |please |help )*"
-    r"(?:find (?:the|a|an|all|out|how|what)|compute|calculate|determine|evaluate|solve|tell (?:me|us|how|what)|figure out|work out|"
+    r"(?:find (?:the|a|an|all|out|how|what)|compute|calculate|determine|evaluate|solve|tell "
+    r"(?:me|us|how|what)|figure out|work out|"
     r"give (?:me|the)|list|name|say (?:how|what|which)|explain)\b",
     re.IGNORECASE,
 )
@@ -83,7 +89,8 @@ _ASKED_AFTER = re.compile(r",\s*(?:then )?(?:what|how|why|which|find|compute|cal
 _HOW_MANY = re.compile(r"\bhow (?:many|much|long|far|old|tall|often|fast|big|large|heavy|wide|high)\b", re.IGNORECASE)
 _MORE_THAN_TWO_ANSWERS = re.compile(r"\bneither\s*[?？)]|, (?:or )?neither\b|,[^,?]{1,60}, or\b", re.IGNORECASE)
 _COMMAND = re.compile(
-    rf"{_START}(?:if so,? |to )?(?:find|compute|calculate|determine|evaluate|solve|simplify|express|factor|expand|estimate|list|round|"
+    rf"{_START}(?:if so,? |to "
+    r")?(?:find|compute|calculate|determine|evaluate|solve|simplify|express|factor|expand|estimate|list|round|"
     r"convert|approximate|count|give|state|write|enter|name|describe|obtain|derive|answer|identify|sketch|graph|order|"
     r"arrange|rank|rewrite|report|complete|fill|reduce|apply|construct|use|approximate|minimi[sz]e|maximi[sz]e)\b"
     r"|多少|几(?![何乎])|求(?!证)|计算|化简|解方程|写出|什么|哪",
@@ -95,7 +102,8 @@ _ABOUT_THE_FORM = re.compile(
     re.IGNORECASE,
 )
 _GENERAL_STATEMENT = re.compile(
-    r"\b(?:every|for (?:all|any|each|every|some)|there (?:exists?|is|are)|if and only if|iff|then|is (?:an? |not )?(?:closed|open|dense|"
+    r"\b(?:every|for (?:all|any|each|every|some)|there (?:exists?|is|are)|if and only if|iff|then|is (?:an? |not "
+    r")?(?:closed|open|dense|"
     r"compact|connected|continuous|bounded|finite|infinite|isomorphic|cyclic|normal|divisible|irreducible|abelian))\b",
     re.IGNORECASE,
 )

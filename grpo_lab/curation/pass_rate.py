@@ -2,13 +2,14 @@
 
 p̂_i = (right completions of problem i) / (scored completions of problem i)
 
-Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the difficulty of the
-problem. A completion that could not be scored (`None`) is counted apart and never as wrong. A run that was killed goes on with the
-problems that have no line in the file yet (`sample_file`). Problems are recognised by their content and by what the model is given for
-them (`rendered`): their order may change, equal ones are sampled once, and another chat template makes other problems of them.
+Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
+difficulty of the problem. A completion that could not be scored (`None`) is counted apart and never as wrong. A run
+that was killed goes on with the problems that have no line in the file yet (`sample_file`). Problems are recognised by
+their content and by what the model is given for them (`rendered`): their order may change, equal ones are sampled once,
+and another chat template makes other problems of them.
 
-Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack". The wording of the
-request is ours.
+Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
+The wording of the request is ours.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ def pass_rates(
 
     Args:
         problems: rows with the column `prompt`; every other column goes to `score`.
-        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists, or `Written` ones).
-        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or more.
+        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists, or `Written`
+            ones).
+        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or
+            more.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
         settings: what the samples depend on (model, temperature, …). Written into the file; a file with other
             settings is refused.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         progress: show how far it is, under the name `label`.
-        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the file.
+        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the
+            file.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
@@ -83,7 +87,8 @@ def pass_rates(
 
 
 def problem_key(problem: Problem, rendered: Any = None) -> str:
-    """What makes a problem the same one in another run: a digest of all of its columns and of what the model is given."""
+    """What makes a problem the same one in another run: a digest of all of its columns and of what the model is
+    given."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
     if rendered is not None:
         text += json.dumps(rendered, ensure_ascii=True)

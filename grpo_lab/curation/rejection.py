@@ -1,13 +1,14 @@
-"""Rows built from a model's own samples: the right ones to imitate, right ones to prefer to wrong ones, short ones to long ones.
+"""Rows built from a model's own samples: the right ones to imitate, right ones to prefer to wrong ones, short ones to
+long ones.
 
     right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
     contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
     shortest_correct   of n = 8 samples the shortest right one → SFT rows
     preference_pairs   the shortest right one against longer ones: wrong ones, and right ones at least 1.5 times as long → DPO rows
 
-Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations (RFT, arXiv
-2308.01825, section 3.3), or their normalised words. The last two are long2short's (Kimi k1.5, arXiv 2501.12599, section 2.4; its two
-other ways are `weights.py` and RL with a length penalty). Same samples, same rows.
+Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations
+(RFT, arXiv 2308.01825, section 3.3), or their normalised words. The last two are long2short's (Kimi k1.5, arXiv
+2501.12599, section 2.4; its two other ways are `weights.py` and RL with a length penalty). Same samples, same rows.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def right_answers(
 
     Args:
         per_problem: most own answers of a problem, the ways found first; None keeps all.
-        same: text → what makes two answers one way. Of several the first stays, unless a later one is farther from the other
-            ways (sum of the edit distances), as in the paper's algorithm 1.
+        same: text → what makes two answers one way. Of several the first stays, unless a later one is farther from the
+            other ways (sum of the edit distances), as in the paper's algorithm 1.
         sound: a right answer that it refuses is left out.
         gold: column with a reference solution that goes first and is never left out; own answers of its way are.
     Raises: ValueError for a limit below 1, or a column that a problem does not have.
@@ -175,8 +176,9 @@ def contrast_pairs(
 ) -> tuple[list[dict[str, Any]], Counts]:
     """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and what was counted.
 
-    With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod W]),
-    i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on neither side.
+    With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod
+    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on
+    neither side.
     """
     _check_limit(per_problem)
     built: list[dict[str, Any]] = []

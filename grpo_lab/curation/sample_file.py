@@ -1,4 +1,5 @@
-"""The file behind `pass_rates`: a header with the settings, then one line a problem, appended and on the disk before the next batch begins.
+"""The file behind `pass_rates`: a header with the settings, then one line a problem, appended and on the disk before
+the next batch begins.
 
 And how far a long sampling is, for people.
 """
@@ -28,7 +29,8 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where `generate` does not say (it gives no `Written`)."""
+    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where
+    `generate` does not say (it gives no `Written`)."""
 
     scores: tuple[float | None, ...]
     completions: tuple[Any, ...]
@@ -144,7 +146,8 @@ def _append(file: IO[bytes], lines: Sequence[bytes]) -> None:
 
 @contextmanager
 def progress_of(total: int, done: int, label: str, shown: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """Yields `advance(problems, note)`: a bar on a terminal, a line now and then in a log file; `done` of `total` were there before."""
+    """Yields `advance(problems, note)`: a bar on a terminal, a line now and then in a log file; `done` of `total` were
+    there before."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES

@@ -4,31 +4,36 @@ A round is one generation batch: `batch_size` different prompts. Its indices com
 
     repeat_count times:  p₁ … p₁ (mini_repeat_count times)  p₂ … p₂  …  p_batch_size …
 
-An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, one batch before the
-trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
+An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, one batch
+before the trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
 
-Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the run, so the
-rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included. The generator of a round is
-seeded by (seed, epoch, round) alone.
+Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the
+run, so the rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included.
+The generator of a round is seeded by (seed, epoch, round) alone.
 
-Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps. `fingerprint` is compared over ranks.
+Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps. `fingerprint` is
+compared over ranks.
 
-The epoch is set by `set_epoch` or, where nobody calls it, counted: the iterator after one that was used up begins the next.
+The epoch is set by `set_epoch` or, where nobody calls it, counted: the iterator after one that was used up begins the
+next.
 
-**Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the hard ones (its
-ablation, section 3.5). How difficulty is cut, when to switch and the floor that lets easy problems come back are settings of ours.
+**Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the
+hard ones (its ablation, section 3.5). How difficulty is cut, when to switch and the floor that lets easy problems come
+back are settings of ours.
 
 **Prioritised sampling**: problems that the model still gets wrong come more often.
 
     P(i) ∝ w_i = max(1 − s_i, floor)
 
-with s_i the success rate of problem i, tracked from the rollouts of the run itself (same section: proportional to 1 − s_i). Ours:
+with s_i the success rate of problem i, tracked from the rollouts of the run itself (same section: proportional to 1 −
+s_i). Ours:
 
     floor      a solved problem keeps this weight, so that nothing starves and forgetting is noticed
     estimate   S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
 
-A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights; so it is a systematic sample:
-problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size (k grows where some π_i reach 1).
+A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights; so it is a
+systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size (k grows
+where some π_i reach 1).
 """
 
 from __future__ import annotations
@@ -107,8 +112,8 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for a state of another sampler, data
-        of another length or other counts."""
+        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for a state of
+        another sampler, data of another length or other counts."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -156,7 +161,8 @@ def seeded(*numbers: int) -> torch.Generator:
 class CurriculumSampler(RoundSampler):
     """Easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
 
-    Where N is no multiple of `batch_size`, the rows left out of an epoch are drawn at random, or the hardest would never be seen.
+    Where N is no multiple of `batch_size`, the rows left out of an epoch are drawn at random, or the hardest would
+    never be seen.
 
     Args: pass_rates: one a row, in [0, 1]; the others as in `RoundSampler`.
     """

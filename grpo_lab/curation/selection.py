@@ -9,8 +9,8 @@ Filters see all rows, so the order of the filters decides only to which one a dr
 refused it. What else would have refused it is counted as well. The report is shown on the terminal here, as a page in
 `evaluation/curation_page.py`.
 
-`balance`: the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects and difficulties
-without saying how; a cap on every domain with a random choice inside it is ours.
+`balance`: the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects
+and difficulties without saying how; a cap on every domain with a random choice inside it is ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from grpo_lab.visible import visible
 
 @dataclass(frozen=True)
 class DroppedExample:
-    """A row that a filter dropped, as the report shows it: its number, its text cut to a readable length, why it went."""
+    """A row that a filter dropped, as the report shows it: its number, its text cut to a readable length, why it
+    went."""
 
     row: int
     text: str
@@ -111,7 +112,8 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for the report."""
+        """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for
+        the report."""
         self._check_length(name, mask)
         if reasons is not None:
             self._check_length(f"reasons of {name}", reasons)
@@ -135,7 +137,8 @@ class Selection:
         return [self._scored(index) for index, kept in enumerate(self.mask) if kept]
 
     def scored_rows(self) -> list[dict[str, Any]]:
-        """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it, or None)."""
+        """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it, or
+        None)."""
         return [
             {**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in enumerate(self._dropped_by)
         ]

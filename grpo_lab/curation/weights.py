@@ -30,8 +30,9 @@ _OF_A_MODEL = (
 def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, alpha: float = 0.5) -> Path:
     """Write the average of two Hugging Face checkpoint folders (safetensors, one file or sharded) to a new folder.
 
-    What else a model is (`is_of_a_model`) is copied from `a_dir`, and nothing that tells how it was trained. The shards are cut as in
-    `a_dir`. The folder appears under its name only when it is complete. Buffers that are not floating point have to be equal.
+    What else a model is (`is_of_a_model`) is copied from `a_dir`, and nothing that tells how it was trained. The shards
+    are cut as in `a_dir`. The folder appears under its name only when it is complete. Buffers that are not floating
+    point have to be equal.
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
     Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
@@ -66,7 +67,8 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensor → file of both folders. ValueError where a folder has no safetensors, or their tensors are not the same."""
+    """Tensor → file of both folders. ValueError where a folder has no safetensors, or their tensors are not the
+    same."""
     a, b = Path(a_dir), Path(b_dir)
     files_a, files_b = _tensor_files(a), _tensor_files(b)
     if files_a.keys() != files_b.keys():
@@ -78,8 +80,8 @@ def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str
 
 
 def is_of_a_model(name: str) -> bool:
-    """Whether a file of that name belongs to a checkpoint besides its weights: `save_pretrained` of transformers' models,
-    tokenizers and processors writes it, or it is code or a licence that goes with the weights."""
+    """Whether a file of that name belongs to a checkpoint besides its weights: `save_pretrained` of transformers'
+    models, tokenizers and processors writes it, or it is code or a licence that goes with the weights."""
     return any(fnmatch(name, pattern) for pattern in _OF_A_MODEL)
 
 

@@ -1,4 +1,5 @@
-"""HumanEval (arXiv 2107.03374) and MBPP (arXiv 2108.07732): functions to write, with the tests that ``CodeReward`` runs."""
+"""HumanEval (arXiv 2107.03374) and MBPP (arXiv 2108.07732): functions to write, with the tests that ``CodeReward``
+runs."""
 
 from __future__ import annotations
 
@@ -26,15 +27,17 @@ def load_humaneval(
 ) -> Dataset:
     """HumanEval, or a file written like it.
 
-    The question shows the function's head and docstring in a fenced block and asks for the whole function. What the prompt defines beside
-    that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the tests' own copy is what they call.
+    The question shows the function's head and docstring in a fenced block and asks for the whole function. What the
+    prompt defines beside that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the
+    tests' own copy is what they call.
 
     Args:
         source, template, system_prompt: as in ``load_gsm8k``.
         split: HumanEval has ``test`` alone.
 
     Returns:
-        columns ``prompt``, ``template``, ``question``, ``tests``, ``entry_point``, ``solution`` (a program that passes),
+        columns ``prompt``, ``template``, ``question``, ``tests``, ``entry_point``, ``solution`` (a program that
+        passes),
         ``worked_solution`` (the same in a fenced block), and what else the rows hold.
 
     Raises:
@@ -49,7 +52,10 @@ def load_humaneval(
         head, test = text_of(row, "prompt", number, source), text_of(row, "test", number, source)
         name = text_of(row, "entry_point", number, source)
         program = head + text_of(row, "canonical_solution", number, source)
-        asked = f"Complete this Python function. Answer with everything above and its body in one Python block.\n\n{fenced(head)}"
+        asked = (
+            "Complete this Python function. Answer with everything above and its body in one Python "
+            f"block.\n\n{fenced(head)}"
+        )
         tests = f"{_beside(head, name, number, source)}\n{test}"
         rest = _without(row, "prompt", "canonical_solution", "test")
         examples.append(rest | {"question": asked, "tests": tests, "entry_point": name} | _solved(program))
@@ -67,17 +73,19 @@ def load_mbpp(
 ) -> Dataset:
     """MBPP in its ``full`` or ``sanitized`` form, or a file written like either.
 
-    The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's name.
+    The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's
+    name.
 
     Args:
         source, template, system_prompt: as in ``load_gsm8k``.
         split: ``train``, ``test``, ``validation`` or ``prompt``.
         config: which form, where ``source`` is a hub name.
-        shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has seen
-            may learn their answers instead of the function.
+        shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has
+            seen may learn their answers instead of the function.
 
     Returns:
-        columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are called as one of
+        columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are
+        called as one of
         Python's own, ``sum``), or None.
 
     Raises:

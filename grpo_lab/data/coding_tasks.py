@@ -7,8 +7,9 @@
         x = [n for n in x if n % 2 == 0]
         return sum(x)
 
-A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here; each step changes some test's
-answer. **Splits are disjoint by construction**, as in ``word_problems``: the hash of the program decides.
+A task is a chain of steps; its tests are assertions on drawn lists, computed by running the steps here; each step
+changes some test's answer. **Splits are disjoint by construction**, as in ``word_problems``: the hash of the program
+decides.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def coding_tasks(
 ) -> Dataset:
     """``n`` different tasks: columns ``prompt, template, question, tests, solution, worked_solution, steps``.
 
-    ``tests`` is a text of assertions, ``solution`` the program that the task was made with, ``worked_solution`` the same in a fenced block.
+    ``tests`` is a text of assertions, ``solution`` the program that the task was made with, ``worked_solution`` the
+    same in a fenced block.
 
     Args:
         seed, split, template, system_prompt: as in ``word_problems``.

@@ -1,7 +1,8 @@
 """Endless, seeded games of Countdown: reach a target with each given number exactly once.
 
-Every game has a solution, the one it was made from: numbers are drawn, then two at a time are put together until one is left.
-**Splits are disjoint by construction**, as in ``word_problems``: numbers (sorted) and target are hashed, and the hash decides.
+Every game has a solution, the one it was made from: numbers are drawn, then two at a time are put together until one is
+left. **Splits are disjoint by construction**, as in ``word_problems``: numbers (sorted) and target are hashed, and the
+hash decides.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def countdown(
     Args:
         seed, split, template, system_prompt: as in ``word_problems``.
         numbers: fewest and most numbers of a game, both included.
-        largest: no given number is larger. All are whole and positive, as is every step of the solution that the game was made from.
+        largest: no given number is larger. All are whole and positive, as is every step of the solution that the game
+            was made from.
         largest_target: no target is larger.
 
     Raises:

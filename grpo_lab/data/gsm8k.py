@@ -33,7 +33,8 @@ def load_gsm8k(
         system_prompt: system turn, for templates that are message lists.
 
     Returns:
-        columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after ``####``, without
+        columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
+        ``####``, without
         thousands commas), ``worked_solution`` (as written, where the file has one), and whatever else the rows hold.
 
     Raises:
@@ -61,7 +62,8 @@ def _after_mark(written: str, number: int, source: str | Path) -> str:
     _, mark, answer = written.rpartition(GOLD_MARK)
     if not mark or not answer.strip():
         raise ValueError(
-            f"source {str(source)!r}, row {number}: no answer after {GOLD_MARK!r}; the solution ends {written[-60:]!r}. "
+            f"source {str(source)!r}, row {number}: no answer after {GOLD_MARK!r}; the solution ends "
+            f"{written[-60:]!r}. "
             "GSM8K solutions end in a line '#### 18'; files with the bare answer need it in a column gold_answer"
         )
     return answer

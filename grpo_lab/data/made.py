@@ -1,4 +1,5 @@
-"""What the makers of endless, seeded rows share: a split that follows from the content, and different rows until there are enough."""
+"""What the makers of endless, seeded rows share: a split that follows from the content, and different rows until there
+are enough."""
 
 from __future__ import annotations
 

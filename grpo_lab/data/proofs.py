@@ -1,8 +1,8 @@
 """Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
 
-A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open assumption, or made
-a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``.
-**Splits are disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
+A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open
+assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. **Splits are
+disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ATOMS = "pqrs"
 RULES = (
-    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e m, raa a-b. "
+    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e "
+    "m, raa a-b. "
     "One line a step: `n. formula [rule lines]`, with one | before the formula for each open assumption."
 )
 
@@ -50,7 +51,8 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
+    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
+    steps``.
 
     Args:
         seed, split, template, system_prompt: as in ``word_problems``.

@@ -1,7 +1,7 @@
 """Rows of a question-answer data set, from a hub name, a local folder or one file.
 
-The reading is the same for every data set; what its columns mean, ``gsm8k.py`` and ``math.py`` say. `load_file` takes rows as they are:
-what `grpo-lab curate` writes, with every score as a column.
+The reading is the same for every data set; what its columns mean, ``gsm8k.py`` and ``math.py`` say. `load_file` takes
+rows as they are: what `grpo-lab curate` writes, with every score as a column.
 """
 
 from __future__ import annotations
@@ -172,13 +172,13 @@ def load_file(
     Args:
         source: a ``.jsonl`` or ``.parquet`` file, a folder, or a hub name.
         template: makes the prompts of rows that have a ``question`` and no ``prompt``. Prompts that are there stay and
-            have to be this template's: ``none`` for any text, ``chat`` for any messages. If the rows name the template that
-            made them, it has to be this one.
+            have to be this template's: ``none`` for any text, ``chat`` for any messages. If the rows name the template
+            that made them, it has to be this one.
         system_prompt: system turn, for template ``chat`` alone; prompts that are there have to have it.
 
     Raises:
-        ValueError: no ``solution``, neither ``prompt`` nor ``question``, an empty one, prompts in some rows only or in two
-            forms, or prompts made with another template; each with the file and the row.
+        ValueError: no ``solution``, neither ``prompt`` nor ``question``, an empty one, prompts in some rows only or in
+            two forms, or prompts made with another template; each with the file and the row.
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split)
@@ -192,7 +192,8 @@ def load_file(
     made_with = sorted({str(row["template"]) for row in rows if row.get("template") is not None})
     if made_with not in ([], [form.name]):
         raise ValueError(
-            f"source {str(source)!r}: its prompts were made with template {', '.join(made_with)} and the setting template "
+            f"source {str(source)!r}: its prompts were made with template {', '.join(made_with)} and the setting "
+            "template "
             f"is {form.name!r}; set it to theirs (pass rates belong to the prompt), or leave the column prompt out"
         )
     _check_form(rows, form, source)
@@ -220,7 +221,8 @@ def _check_prompts(rows: list[Row], source: str | Path) -> None:
         forms.add("text" if isinstance(prompt, str) else "messages")
         if len(forms) > 1:
             raise ValueError(
-                f"source {str(source)!r}, row {number}: `prompt` is of another form than in the rows before; it must be text "
+                f"source {str(source)!r}, row {number}: `prompt` is of another form than in the rows before; it must "
+                "be text "
                 "in all rows or messages in all rows"
             )
 
@@ -250,7 +252,9 @@ def _check_form(rows: list[Row], form: PromptTemplate, source: str | Path) -> No
             kind = "text" if isinstance(prompt, str) else "messages"
             asked = f"template {form.name!r}" + (" with its system_prompt" if getattr(form, "system", None) else "")
             raise ValueError(
-                f"source {str(source)!r}, row {number}: column `prompt` is {kind} that {asked} does not make, and prompts that "
-                "are there stay as they are. Set template to 'none' for text, to 'chat' (without system_prompt) for messages, or "
+                f"source {str(source)!r}, row {number}: column `prompt` is {kind} that {asked} does not make, and "
+                "prompts that "
+                "are there stay as they are. Set template to 'none' for text, to 'chat' (without system_prompt) for "
+                "messages, or "
                 "leave the column `prompt` out to have prompts made from `question`"
             )

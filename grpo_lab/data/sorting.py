@@ -4,8 +4,8 @@
     solution      2 4 4 4
     numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
 
-**Splits are disjoint by construction**: the hash of the sorted numbers decides. **A cold start on the form alone**: ``worked_solution`` is as
-many random numbers; whoever sorts after it has learnt that from a reward.
+**Splits are disjoint by construction**: the hash of the sorted numbers decides. **A cold start on the form alone**:
+``worked_solution`` is as many random numbers; whoever sorts after it has learnt that from a reward.
 
 Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
 """
@@ -39,7 +39,8 @@ def sorting(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different prompts, each of them as likely as any other: columns ``prompt, template, question, solution, worked_solution, numbers``.
+    """``n`` different prompts, each of them as likely as any other: columns ``prompt, template, question, solution,
+    worked_solution, numbers``.
 
     Args:
         seed, split, template, system_prompt: as in ``word_problems``.

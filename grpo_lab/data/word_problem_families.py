@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
-    """One arithmetic event: its operation, how it is told, how a solution line (and a line for the side product) says it."""
+    """One arithmetic event: its operation, how it is told, how a solution line (and a line for the side product) says
+    it."""
 
     op: str
     text: str

@@ -9,7 +9,8 @@ from grpo_lab.diagnostics.rules import RULES, Facts
 from grpo_lab.diagnostics.windows import History, recent, step_of
 
 SHOWN = 2
-"""Findings that one line names; the others are counted. What stands first in the table is often the cause of what follows."""
+"""Findings that one line names; the others are counted. What stands first in the table is often the cause of what
+follows."""
 
 
 @dataclass(frozen=True)

@@ -28,27 +28,31 @@ from grpo_lab.diagnostics.windows import (
 )
 
 TRUNCATED = 0.20
-"""Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models' GSM8K answers
-(trl #6263)."""
+"""Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models'
+GSM8K answers (trl #6263)."""
 
 ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
-"""Nats per token, and share of the first windows' entropy, below both of which there is hardly anything left to explore. Ours: the
-quick start goes healthily from 0.17 to 0.05; the cause that is named is DAPO's (arXiv 2503.14476, clip-higher against collapse)."""
+"""Nats per token, and share of the first windows' entropy, below both of which there is hardly anything left to
+explore. Ours: the quick start goes healthily from 0.17 to 0.05; the cause that is named is DAPO's (arXiv 2503.14476,
+clip-higher against collapse)."""
 
 ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
-"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours: e^0.5 is 1.6 times the choices a token."""
+"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours: e^0.5 is 1.6 times the
+choices a token."""
 
 FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
-"""Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many windows, the halves
-differ by less than 2 standard errors (95%)."""
+"""Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many
+windows, the halves differ by less than 2 standard errors (95%)."""
 
 FALLEN = 5.0
-"""Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it is asked at every window."""
+"""Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it
+is asked at every window."""
 
 LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
-"""Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many standard errors.
-Ours: on R1-Zero's curve, where length and reward rise together, length is often there first, and few windows do not tell a slow rise
-from noise. That length alone grows, and of wrong answers, is the length bias of arXiv 2503.20783, App. C."""
+"""Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
+standard errors. Ours: on R1-Zero's curve, where length and reward rise together, length is often there first, and few
+windows do not tell a slow rise from noise. That length alone grows, and of wrong answers, is the length bias of arXiv
+2503.20783, App. C."""
 
 CEILING = 0.95
 """Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours."""
@@ -57,7 +61,8 @@ KL_HIGH = 1.0
 """Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
 
 DRIFT = 0.1
-"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16 (``grpo_lab.engines.weights.proof``)."""
+"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16
+(``grpo_lab.engines.weights.proof``)."""
 
 CLIPPED = 0.2
 """Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths."""
@@ -105,7 +110,8 @@ class Rule:
 
 
 def not_finite(history: History, facts: Facts) -> str | None:
-    """A reward of NaN says that a window scored nothing: a row of its own. Steps that the guard left out lost nothing."""
+    """A reward of NaN says that a window scored nothing: a row of its own. Steps that the guard left out lost
+    nothing."""
     if number(history[-1], "guard/left_out"):
         why = [kind for kind in not_zero(history[-1], "guard/") if kind != "left_out"]
         return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
@@ -115,7 +121,8 @@ def not_finite(history: History, facts: Facts) -> str | None:
 
 
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first group's."""
+    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first
+    group's."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
     if rates != [0.0, 0.0] or ends or facts.moves:
@@ -135,7 +142,8 @@ def nothing_scored(history: History, facts: Facts) -> str | None:
 
 
 def all_dead(history: History, facts: Facts) -> str | None:
-    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come out of such a start."""
+    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come out of such a
+    start."""
     if not _dead(history) or no_completion_scored(history):
         return None
     reward = recent(history, "reward")
@@ -219,7 +227,8 @@ def length_runs_away(history: History, facts: Facts) -> str | None:
 
 
 def _late(history: History) -> tuple[list[float], int]:
-    """The rewards that ``reward_falls`` and ``reward_flat`` look at, and how many steps they span; nothing where they are too few."""
+    """The rewards that ``reward_falls`` and ``reward_flat`` look at, and how many steps they span; nothing where they
+    are too few."""
     rows = last_steps(history, FLAT_STEPS, FLAT_WINDOWS)
     series = values(rows, "reward")
     return (series, step_of(rows[-1]) - step_of(rows[0])) if len(series) >= FLAT_WINDOWS else ([], 0)
@@ -236,7 +245,8 @@ def reward_falls(history: History, facts: Facts) -> str | None:
 
 
 def _flat_at(history: History, facts: Facts) -> tuple[float, int] | None:
-    """Level and steps of a flat reward; None where it moves, and where all groups are dead: that has a row of its own."""
+    """Level and steps of a flat reward; None where it moves, and where all groups are dead: that has a row of its
+    own."""
     series, steps = _late(history)
     if not series or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
         return None
@@ -244,7 +254,8 @@ def _flat_at(history: History, facts: Facts) -> tuple[float, int] | None:
 
 
 def _at_ceiling(history: History) -> bool:
-    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1 in the last windows."""
+    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1 in the last
+    windows."""
     names = [name for name in history[-1] if name.startswith("rewards/") and name.endswith("/mean")] or ["reward"]
     levels = [recent(history, name) for name in names]
     return all(level is not None and CEILING <= level <= 1 for level in levels)

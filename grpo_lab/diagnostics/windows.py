@@ -1,4 +1,5 @@
-"""Reading a short history of logging windows: means of the last ones, of the first ones, and whether a change is more than noise."""
+"""Reading a short history of logging windows: means of the last ones, of the first ones, and whether a change is more
+than noise."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def values(history: History, *names: str) -> list[float]:
 
 
 def recent(history: History, *names: str) -> float | None:
-    """Mean over the last ``PERSISTENCE`` windows that there are (fewer at the start); None where the metric is not logged."""
+    """Mean over the last ``PERSISTENCE`` windows that there are (fewer at the start); None where the metric is not
+    logged."""
     found = values(history[-PERSISTENCE:], *names)
     return fmean(found) if found else None
 
@@ -81,8 +83,8 @@ def step_of(window: Window) -> int:
 
 
 def last_steps(history: History, steps: int, windows: int) -> History:
-    """The windows of the last ``steps`` optimizer steps, and at least ``windows`` of them; empty where the history does not reach back
-    as far."""
+    """The windows of the last ``steps`` optimizer steps, and at least ``windows`` of them; empty where the history does
+    not reach back as far."""
     if len(history) < windows or step_of(history[-1]) - step_of(history[0]) < steps:
         return []
     first = step_of(history[-1]) - steps
@@ -95,8 +97,8 @@ def last_steps(history: History, steps: int, windows: int) -> History:
 def rise_in_errors(series: Sequence[float]) -> float:
     """Mean of the later half minus mean of the earlier half, in standard errors of that difference.
 
-    (m₂ − m₁) / √(s₁²/n₁ + s₂²/n₂), Welch's statistic (Biometrika 34, 1947): below about 2 in size a change is within the noise.
-    0 where nothing varies and nothing changed, ±inf where a change has no noise at all.
+    (m₂ − m₁) / √(s₁²/n₁ + s₂²/n₂), Welch's statistic (Biometrika 34, 1947): below about 2 in size a change is within
+    the noise. 0 where nothing varies and nothing changed, ±inf where a change has no noise at all.
 
     Raises:
         ValueError: fewer than 4 values, of which two halves have no variance.

@@ -1,8 +1,8 @@
 """From prompts to completions: one `Sampler`, one `Completion`, whatever makes them.
 
-`TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their place in
-evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the same form
-(`trainer/generation/thinking.py`).
+`TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their
+place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the
+same form (`trainer/generation/thinking.py`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Sampler(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
     temperature 0.0 means greedy (then n is 1); nothing else bends the distribution (no top-k, top-p, penalty). The same
-    arguments give the same completions, and the process-wide random state is left as it was; ``seed=None`` goes on with it
-    instead. Errors are the caller's to see.
+    arguments give the same completions, and the process-wide random state is left as it was; ``seed=None`` goes on with
+    it instead. Errors are the caller's to see.
     """
 
     def __call__(
@@ -95,7 +95,8 @@ class TransformersSampler:
     """`model.generate` in left-padded batches of similar length; no log-probs.
 
     Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
-    ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random stream.
+    ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random
+    stream.
     """
 
     model: PreTrainedModel
@@ -233,7 +234,8 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no limit."""
+    """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no
+    limit."""
     return context_of_config(model.config)
 
 

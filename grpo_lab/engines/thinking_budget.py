@@ -1,10 +1,11 @@
 """A budget for thinking: cut it, insert the stop text, let the model answer. Independent of the engine.
 
 Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There the
-model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry no
-loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
+model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry
+no loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
-Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is (`continued` makes one of a `Sampler`):
+Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is (`continued` makes one of
+a `Sampler`):
 
     1. every prompt, at most `budget` tokens.
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the

@@ -1,4 +1,5 @@
-"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML reports."""
+"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML
+reports."""
 
 from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate

@@ -27,7 +27,8 @@ STYLES = [
 
 @dataclass(frozen=True)
 class Line:
-    """One named series of a chart. ``errors``: (low, high) at each point, drawn as bars. ``markers``: show the points."""
+    """One named series of a chart. ``errors``: (low, high) at each point, drawn as bars. ``markers``: show the
+    points."""
 
     label: str
     points: Points
@@ -45,7 +46,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """One series in pixels: SVG paths (`raw`, `smooth`), dots with their labels, error bars, first and last value as text."""
+    """One series in pixels: SVG paths (`raw`, `smooth`), dots with their labels, error bars, first and last value as
+    text."""
 
     label: str
     colour: str
@@ -100,9 +102,11 @@ def draw(
     right_unit: str = "",
     x_unit: str = "optimizer step",
 ) -> Chart:
-    """Lay ``lines`` out over a common axis, named ``x_unit``. share: values in [0, 1] shown as per cent. rule: a level to compare with.
+    """Lay ``lines`` out over a common axis, named ``x_unit``. share: values in [0, 1] shown as per cent. rule: a level
+    to compare with.
 
-    right: lines with an axis of their own (from 0, in ``right_unit``) at the right. At least one of ``lines`` must have a point.
+    right: lines with an axis of their own (from 0, in ``right_unit``) at the right. At least one of ``lines`` must have
+    a point.
     """
     lines, right = ([line for line in some if line.points] for some in (lines, right))
     show = _percent if share else _plain

@@ -1,7 +1,8 @@
-"""Two or more runs side by side: what was set differently, what came out, a paired test on the held-out problems; on the terminal and as a page.
+"""Two or more runs side by side: what was set differently, what came out, a paired test on the held-out problems; on
+the terminal and as a page.
 
-A test needs the same problems, judged alike. Problems are recognised by question and gold answer, not by their place; where two
-runs share none, or were judged by different rewards, no test is made and the reason is given instead.
+A test needs the same problems, judged alike. Problems are recognised by question and gold answer, not by their place;
+where two runs share none, or were judged by different rewards, no test is made and the reason is given instead.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ _JUDGING = ("judge", "mode", "reward")
 _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
 _NOT_SETTINGS = ("name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters")
 CAVEAT = (
-    "The test asks whether the two models differ on problems such as these. It knows nothing of the luck of one training: "
+    "The test asks whether the two models differ on problems such as these. It knows nothing of the luck of one "
+    "training: "
     "another seed of either run moves its accuracy too."
 )
 _RESULTS = "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples. – : not recorded."
-_TESTS = "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's exact test, two-sided."
+_TESTS = (
+    "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's "
+    "exact test, two-sided."
+)
 MARK = "grpo_lab comparison"
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
@@ -59,9 +64,9 @@ class Compared:
 class PairedTest:
     """``name`` against ``against``, on the problems that both answered and that could be scored.
 
-    difference   share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why, without a test
-    gained       problems that ``name`` alone has right; lost: that ``against`` alone has right
-    p_value      McNemar's exact test, two-sided
+    difference   share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why, without a
+    test gained       problems that ``name`` alone has right; lost: that ``against`` alone has right p_value
+    McNemar's exact test, two-sided
     """
 
     name: str
@@ -164,7 +169,8 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Settings of run.json, mappings taken apart, that are not the same in all runs that have one; None where a run has no such setting."""
+    """Settings of run.json, mappings taken apart, that are not the same in all runs that have one; None where a run has
+    no such setting."""
     settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
     found = []
     for name in dict.fromkeys(name for one in settings for name in one):
@@ -194,7 +200,8 @@ def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
         shared, counts = test.difference.n, (run.after.n_problems, base.n_problems)
         if shared < max(counts):
             notes.append(
-                f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and {counts[1]:,}; the "
+                f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and "
+                f"{counts[1]:,}; the "
                 "test is on those"
             )
         for key, said in _different(base, run.after, _CONDITIONS):
@@ -228,7 +235,8 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
 
 
 def rewrite_comparison(path: Path) -> Path:
-    """The page in ``path`` from what its runs hold now. ValueError where it is no comparison, or a run is no more there."""
+    """The page in ``path`` from what its runs hold now. ValueError where it is no comparison, or a run is no more
+    there."""
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")

@@ -17,7 +17,8 @@ _KEPT_SHOWN = 6
 _CHARACTERS = 600
 _REASON = 300
 _RATES = (
-    'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the label before it, '
+    'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the '
+    "label before it, "
     "up to its own."
 )
 _KEPT = "From the hardest to the easiest in even steps; nothing is picked for looks."
@@ -28,8 +29,8 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
 
     Args:
         summary: how it was made, for the list of settings.
-        rows: all rows with `kept`, and `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram and
-            for examples of what stayed.
+        rows: all rows with `kept`, and `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram
+            and for examples of what stayed.
     """
     rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
     share = f"{report.kept / report.rows:.1%} of the rows" if report.rows else "no rows"
@@ -91,14 +92,16 @@ def _filters(report: CurationReport) -> Section:
         rows.append([one.name, one.setting, *counts, bar])
     head = ["filter", "rule", "before", "dropped", "share", "refused of all", "of all rows"]
     foot = (
-        'A row is put down to the first filter that refused it. "Refused of all" counts what the filter refused by itself, among all '
+        'A row is put down to the first filter that refused it. "Refused of all" counts what the filter refused by '
+        "itself, among all "
         "rows for filters that read the text, among the rows left to it for those that ask the model."
     )
     return Section("Filters", legend=("left", "dropped here"), table=Table(head, rows, words={1, 6}), foot=foot)
 
 
 def histogram(rows: Rows) -> list[Bar]:
-    """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Empty without rates."""
+    """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Empty without
+    rates."""
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
         rate = row.get("pass_rate")
@@ -113,7 +116,8 @@ def histogram(rows: Rows) -> list[Bar]:
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
-    """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy, or over the data without rates."""
+    """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy, or over the data without
+    rates."""
     kept = [(number, row, row.get("pass_rate")) for number, row in enumerate(rows) if row.get("kept")]
     kept.sort(key=lambda one: -1.0 if one[2] is None else float(one[2]))
     count = min(_KEPT_SHOWN, len(kept))

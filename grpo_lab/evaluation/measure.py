@@ -71,11 +71,13 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings (`prompts_too_long`).
-    Samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched. Unwrap a distributed model first.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
+    (`prompts_too_long`). Samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched.
+    Unwrap a distributed model first.
 
     Raises:
-        EvaluationStopped: Ctrl-C after the first answers. Any other exception in ``generate`` or ``reward`` comes through.
+        EvaluationStopped: Ctrl-C after the first answers. Any other exception in ``generate`` or ``reward`` comes
+            through.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
@@ -103,7 +105,8 @@ def _measured(
     settings: dict[str, Any],
     started: float,
 ) -> EvaluationResult:
-    """One round of generation after the other, each graded. ``EvaluationStopped`` with what there is where one was broken off."""
+    """One round of generation after the other, each graded. ``EvaluationStopped`` with what there is where one was
+    broken off."""
     outcomes: list[Outcome] = []
     ids = [one.prompt.ids for one in asked]
     limits = {"max_new_tokens": settings["max_new_tokens"], "seed": settings["seed"]}
@@ -118,7 +121,8 @@ def _measured(
             counts = sorted({len(group) for group in written})
             if len(written) != len(asked) or counts != [n]:
                 raise ValueError(
-                    f"generate returned {len(written)} lists of {counts} completions; {len(asked)} lists of {n} are needed"
+                    f"generate returned {len(written)} lists of {counts} completions; {len(asked)} lists of {n} are "
+                    "needed"
                 )
         except GenerationStopped as stop:
             written = stop.completions

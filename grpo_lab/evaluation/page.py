@@ -1,7 +1,8 @@
-"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded. Made into HTML here.
+"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded. Made
+into HTML here.
 
-Text of models, data and files is not trusted: whatever a template prints is made visible and escaped; a page has no scripts and loads
-nothing.
+Text of models, data and files is not trusted: whatever a template prints is made visible and escaped; a page has no
+scripts and loads nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts (or a `Bar`), the first of each its heading. The last cell of a short row is a remark and spans what is missing.
+    """Rows of texts (or a `Bar`), the first of each its heading. The last cell of a short row is a remark and spans
+    what is missing.
 
     words    columns of running text
     stacked  on a phone each row is a list; packed: with its cells one after the other
@@ -86,8 +88,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading. ``folded``: the words that are
-    seen until the section is opened."""
+    """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading.
+    ``folded``: the words that are seen until the section is opened."""
 
     title: str
     lead: str = ""
@@ -111,7 +113,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: of a comparison (`comparison.py`)."""
+    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: of a
+    comparison (`comparison.py`)."""
 
     kind: str
     title: str
@@ -187,7 +190,8 @@ def _entries(values: Mapping[str, Any], of: str, before: str = "") -> Iterator[t
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """A value of run.json as a reader wants it, with the unit of ``key`` where it has one; each mapping of a list in a line of its own."""
+    """A value of run.json as a reader wants it, with the unit of ``key`` where it has one; each mapping of a list in a
+    line of its own."""
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
         return f"({said})" if inside and said else said or "none"
@@ -223,7 +227,8 @@ def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SampleChoice:
-    """The first problems of each kind, in the order of the rows: nothing is picked for looks. counts: over all problems."""
+    """The first problems of each kind, in the order of the rows: nothing is picked for looks. counts: over all
+    problems."""
 
     samples: list[Sample]
     counts: list[tuple[str, int]]
@@ -231,7 +236,8 @@ class SampleChoice:
 
 
 def choose_samples(before: EvaluationResult | None, after: EvaluationResult | None) -> SampleChoice:
-    """Examples of every transition between the verdicts of both evaluations, or of one side where they share no problems."""
+    """Examples of every transition between the verdicts of both evaluations, or of one side where they share no
+    problems."""
     old = _by_problem(before)
     new = _by_problem(after)
     shared = sorted(old.keys() & new.keys())

@@ -72,7 +72,8 @@ PANELS = [
     ),
     Panel(
         "Rewards of PPO",
-        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that rises on a KL that "
+        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that "
+        "rises on a KL that "
         "runs away is bought.",
         "reward per completion",
         {"shaped": ("ppo/shaped_reward",), "task": ("ppo/task_reward",), "−β·KL": ("ppo/kl_reward",)},
@@ -80,7 +81,8 @@ PANELS = [
     ),
     Panel(
         "What the critic explains",
-        "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 it does harm.",
+        "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 "
+        "it does harm.",
         "share of the returns' variance",
         {"explained": ("value/explained_variance",)},
         rule=(0.0, "the mean"),
@@ -115,7 +117,8 @@ PANELS = [
     ),
     Panel(
         "Tokens of the update",
-        "Tokens that went through forward and backward, and those that stock TRL would have computed, padding included.",
+        "Tokens that went through forward and backward, and those that stock TRL would have computed, padding "
+        "included.",
         "tokens per step",
         {
             "computed": ("update/tokens_computed",),
@@ -127,7 +130,8 @@ PANELS = [
     ),
     Panel(
         "What the update had to compute",
-        "Live: completions whose gradient is not exactly zero. Computed: tokens, against stock TRL. Padding: of the computed.",
+        "Live: completions whose gradient is not exactly zero. Computed: tokens, against stock TRL. Padding: of the "
+        "computed.",
         "share",
         {
             "live completions": ("update/live_share",),
@@ -184,7 +188,8 @@ def unit_of(metric: str) -> str:
 
 
 def _working(record: RunRecord) -> Figure | None:
-    """R1-Zero's curve in one figure: right answers, calculations written down, length. None where `worked_out` was not watched."""
+    """R1-Zero's curve in one figure: right answers, calculations written down, length. None where `worked_out` was not
+    watched."""
     worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
     if not worked_out.points:
         return None
@@ -199,7 +204,8 @@ def _working(record: RunRecord) -> Figure | None:
 
 
 def accuracy_line(record: RunRecord, label: str) -> Line:
-    """Held-out accuracy with its limits: before at step 0, after at the last step, evaluations on the way in between."""
+    """Held-out accuracy with its limits: before at step 0, after at the last step, evaluations on the way in
+    between."""
     evaluated = [(0, record.before), *record.during, (record.last_step or 1, record.after)]
     found = {step: e.accuracy for step, e in evaluated if isinstance(e, EvaluationResult) and e.accuracy is not None}
     points = [(float(step), interval.value) for step, interval in sorted(found.items())]

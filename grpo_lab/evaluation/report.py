@@ -13,10 +13,11 @@ from grpo_lab.evaluation.run_record import CURATION, ROUNDS, read_run
 
 
 def write_report(place: str | Path) -> Path:
-    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate` or `evaluate`, from what lies there. Returns its path.
+    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate` or `evaluate`, from what lies there.
+    Returns its path.
 
-    A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of a
-    comparison: it is made anew from its runs.
+    A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
+    a comparison: it is made anew from its runs.
 
     Raises:
         ValueError: there is nothing of ours in ``place``; what is there, is left alone.
@@ -30,7 +31,8 @@ def report_page(folder: Path) -> Page:
     record = read_run(folder)
     if not record.kind:
         raise ValueError(
-            f"{folder} holds nothing of ours (run.json, metrics.jsonl, rounds.jsonl, evaluation/, outcomes.jsonl, curation.json), so "
+            f"{folder} holds nothing of ours (run.json, metrics.jsonl, rounds.jsonl, evaluation/, outcomes.jsonl, "
+            "curation.json), so "
             "there is nothing to report; nothing was changed"
         )
     if record.kind == CURATION:

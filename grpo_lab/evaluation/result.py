@@ -144,7 +144,8 @@ class EvaluationResult:
             found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
         if self.left_out:
             found.append(
-                f"{self.left_out:,} of {self.left_out + self.n_problems:,} problems were left out: their prompts leave no "
+                f"{self.left_out:,} of {self.left_out + self.n_problems:,} problems were left out: their prompts "
+                "leave no "
                 f"room for max_new_tokens={self.settings.get('max_new_tokens')} in the model's context"
             )
         return found
@@ -166,7 +167,8 @@ class EvaluationResult:
         }
 
     def write(self, folder: str | Path) -> Path:
-        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder`` (made if need be). Returns it."""
+        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder`` (made if need
+        be). Returns it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").unlink(missing_ok=True)  # of another evaluation

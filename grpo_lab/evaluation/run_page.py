@@ -1,4 +1,5 @@
-"""The pages about what a command left in its folder: a training, a shortening (`long2short`), an evaluation; a run of rounds."""
+"""The pages about what a command left in its folder: a training, a shortening (`long2short`), an evaluation; a run of
+rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from grpo_lab.evaluation.run_record import EVALUATION, LONG2SHORT, RunRecord, ve
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
 
 CURVES = (
-    "Faint: as logged. Bold: centred moving average; its window, in logged steps, stands under each plot. The numbers in a legend "
+    "Faint: as logged. Bold: centred moving average; its window, in logged steps, stands under each plot. The "
+    "numbers in a legend "
     "are its first and last value."
 )
 _WORKING = (
@@ -98,7 +100,8 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     lead = ""
     if choice.counts:
         lead = (
-            "Greedy answers to the same held-out problems; the first problems of each kind in the order of the data, so nothing is "
+            "Greedy answers to the same held-out problems; the first problems of each kind in the order of the data, "
+            "so nothing is "
             "picked for looks."
         )
     elif not choice.comparable:
@@ -120,7 +123,8 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
 def _how_measured(result: EvaluationResult) -> str:
     sampling = describe_sampling(result)
     return (
-        "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples, paired for the change in greedy "
+        "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples, paired for the "
+        "change in greedy "
         f"accuracy.{f' Samples: {sampling}.' if sampling else ''} – : not recorded."
     )
 
@@ -160,7 +164,8 @@ COLUMNS = [
 ]
 """Of the table: the heading, and how a cell is written; a dash where a number is not there."""
 _ROUNDS_FOOT = (
-    "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. Ways: right answers "
+    "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. "
+    "Ways: right answers "
     "that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
 )
 

@@ -1,15 +1,12 @@
 """What a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops a report.
 
-```
-run_dir/run.json                      what was run: pipeline, model, template, objective, settings, versions, seed, seconds
-run_dir/metrics.jsonl                 one JSON object a logged step, with `step`; keys as in TRL's log_history
-run_dir/rounds.jsonl                  one a round, of `grpo-lab rounds`
-run_dir/evaluation/before|after/      written by EvaluationResult.write
-run_dir/evaluation/step_<n>/          the same during training, where the run evaluated on the way
-run_dir/outcomes.jsonl                of a folder that is one evaluation
-run_dir/curation.json                 of one that is a curation
-```
-Whatever could not be read is named in `notices`. Whether the run works: the findings of ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
+``` run_dir/run.json                      what was run: pipeline, model, template, objective, settings, versions, seed,
+seconds run_dir/metrics.jsonl                 one JSON object a logged step, with `step`; keys as in TRL's log_history
+run_dir/rounds.jsonl                  one a round, of `grpo-lab rounds` run_dir/evaluation/before|after/      written by
+EvaluationResult.write run_dir/evaluation/step_<n>/          the same during training, where the run evaluated on the
+way run_dir/outcomes.jsonl                of a folder that is one evaluation run_dir/curation.json                 of
+one that is a curation ``` Whatever could not be read is named in `notices`. Whether the run works: the findings of
+``grpo_lab.diagnostics`` on ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -69,7 +66,8 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Everything that can be read from ``folder``; ValueError only if there is no such folder, or a damaged evaluation is all of it."""
+    """Everything that can be read from ``folder``; ValueError only if there is no such folder, or a damaged evaluation
+    is all of it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
@@ -181,7 +179,8 @@ def _step_folders(evaluations: Path) -> Iterator[tuple[int, Path]]:
 
 
 def verdicts(record: RunRecord) -> list[Diagnosis]:
-    """The last diagnoses, each where something changed, the last window's at the end; empty where no training was logged.
+    """The last diagnoses, each where something changed, the last window's at the end; empty where no training was
+    logged.
 
     Values that are not finite stand under the report's notices: `read_run` keeps none.
     """
@@ -215,7 +214,8 @@ def left_out(folder: str | Path) -> str | None:
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
-    """The logging windows of training, as they were logged: those with a `loss`, or, where that was NaN, with the learning rate."""
+    """The logging windows of training, as they were logged: those with a `loss`, or, where that was NaN, with the
+    learning rate."""
     rows: dict[int, dict[str, float]] = {}
     for name, series in record.metrics.items():
         if not name.startswith("eval_"):

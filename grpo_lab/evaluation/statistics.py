@@ -1,6 +1,7 @@
 """Shares, intervals, pass@k and maj@k, from counts. No tensors, no model, no text.
 
-An estimate is over *problems*; samples of one problem are not independent, so their spread enters no interval as if they were.
+An estimate is over *problems*; samples of one problem are not independent, so their spread enters no interval as if
+they were.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ def accuracy_interval(correct: Sequence[bool], level: float = 0.95) -> Interval 
 def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, level: float = 0.95) -> Interval | None:
     """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
 
-    The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes), not p(1−p)/(N·n). It
-    is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard, Survey Methodology 24, 1998) for Wilson's
-    formula, so that the limits behave at 0 and 1; n* is kept within [1, N·n], and is N where all problems are alike.
+    The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes),
+    not p(1−p)/(N·n). It is turned into an effective number of independent answers n* = p(1−p)/SE² (Korn & Graubard,
+    Survey Methodology 24, 1998) for Wilson's formula, so that the limits behave at 0 and 1; n* is kept within [1, N·n],
+    and is N where all problems are alike.
     """
     n = len(per_problem)
     if n == 0:
@@ -96,8 +98,8 @@ def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, l
 def paired_difference(before: Sequence[bool], after: Sequence[bool], level: float = 0.95) -> Interval | None:
     """Change in accuracy on the *same* problems: (became correct − became wrong) / N.
 
-    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24, 2005), which keeps
-    them honest when few problems changed sides.
+    Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24,
+    2005), which keeps them honest when few problems changed sides.
     """
     if len(before) != len(after):
         raise ValueError(f"the pairs must be on the same problems, got {len(before)} before and {len(after)} after")
@@ -126,7 +128,8 @@ def mcnemar_exact(gained: int, lost: int) -> float:
 
 
 def half_width_over_seeds(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of the mean over independent trainings: t · s / √n, s with n − 1. None for fewer than two."""
+    """Half of the 95% interval of the mean over independent trainings: t · s / √n, s with n − 1. None for fewer than
+    two."""
     n = len(values)
     return None if n < 2 else float(stdtrit(n - 1, 0.975)) * stdev(values) / n**0.5
 

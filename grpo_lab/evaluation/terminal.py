@@ -46,8 +46,8 @@ def terminal_summary(
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training and what it ``left_out``, the paths, then
-    :func:`headline` and :func:`lengths`.
+    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training and what it
+    ``left_out``, the paths, then :func:`headline` and :func:`lengths`.
 
     The plain lines are neither wrapped nor coloured, so they can be searched for.
     """

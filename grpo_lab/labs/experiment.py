@@ -1,8 +1,9 @@
 """An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
 
-An arm with a seed is a cell. It works in ``<folder>/<arm>-<seed>``, in a process of its own, and leaves ``arm.json`` there, written last and whole:
-a cell that has one is never repeated, one without begins, or goes on from what is there. Cells run seed by seed, so that an experiment
-that was broken off still compares. Records do not know the options that they were made with: others need another folder.
+An arm with a seed is a cell. It works in ``<folder>/<arm>-<seed>``, in a process of its own, and leaves ``arm.json``
+there, written last and whole: a cell that has one is never repeated, one without begins, or goes on from what is there.
+Cells run seed by seed, so that an experiment that was broken off still compares. Records do not know the options that
+they were made with: others need another folder.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Experiment:
 
     Args:
         arms: their names, in the order of the table.
-        run: a cell's arm, seed and folder, and the options → what its record says, which gets ``memory_mib`` (most that the process
-            held above what it held before) and ``process_seconds`` besides.
+        run: a cell's arm, seed and folder, and the options → what its record says, which gets ``memory_mib`` (most that
+            the process held above what it held before) and ``process_seconds`` besides.
         report: records and options → the text that is printed; writes its files into ``options.folder``.
         prepare: makes what the cells begin from, before the first of them.
     """
@@ -137,7 +138,8 @@ def _run_here(experiment: Experiment, arm: str, seed: int, options: Options) -> 
 
 
 def peak_memory() -> float:
-    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the process that started it."""
+    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the
+    process that started it."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
@@ -159,7 +161,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each number as :func:`spread` over seeds."""
+    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each number as
+    :func:`spread` over seeds."""
     first = next(iter(found.values()))[0]
     names = list(first["after"])
     rows = [
@@ -182,7 +185,8 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
         import matplotlib
     except ModuleNotFoundError:
         print(
-            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); --at-most 0 draws what is recorded"
+            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); --at-most 0 draws "
+            "what is recorded"
         )
         return
     matplotlib.use("Agg")

@@ -17,8 +17,9 @@ from grpo_lab import registry
 from grpo_lab.batch import Denominators, masked_row_mean, masked_sum
 
 Aggregation = Callable[[Tensor, Tensor, Denominators], Tensor]
-"""``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``. One with an attribute ``local_denominator = True`` divides by
-what is in the local micro-batch, by definition; then rows stay in the micro-batches that TRL cuts."""
+"""``aggregate(per_token_loss [B, T], mask [B, T], denominators) -> scalar``. One with an attribute ``local_denominator
+= True`` divides by what is in the local micro-batch, by definition; then rows stay in the micro-batches that TRL cuts.
+"""
 Rows = list[list[float]]
 RESERVED = ("name",)
 """Keys of ``aggregation: {…}`` that cannot be knobs."""
@@ -100,7 +101,8 @@ def aggregation(name: str, **knobs: Any) -> Aggregation:
 
 
 def register_aggregation(name: str, part: Any = None) -> Any:
-    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
+    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a
+    decorator.
 
     Raises:
         ValueError: the name is another object's already, or the part cannot be called.

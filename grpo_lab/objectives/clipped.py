@@ -4,9 +4,10 @@ Importance-weighted policy gradient without a trust region.
 
 A completion as plain numbers: what a formula written out over single floats reads.
 
-The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method
-``literal(row, t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
-that defines it (a subclass that changes the tensors would not be what its parent wrote out). Without one nothing is compared.
+The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method ``literal(row,
+t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
+that defines it (a subclass that changes the tensors would not be what its parent wrote out). Without one nothing is
+compared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Clipped:
     """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
 
     GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
-    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv 2507.18071).
+    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv
+    2507.18071).
 
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
@@ -61,7 +63,8 @@ class Clipped:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
         if self.delta is not None and not 1 + self.high < self.delta < math.inf:
             raise ValueError(
-                f"`delta` (upper bound of the ratio) is {self.delta}; it must be a finite number above 1 + `epsilon_high` = "
+                f"`delta` (upper bound of the ratio) is {self.delta}; it must be a finite number above 1 + "
+                "`epsilon_high` = "
                 f"{1 + self.high:g}, or left out"
             )
 

@@ -10,16 +10,17 @@ k2     x²/2          biased                                reverse KL of each n
 k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(π_ref‖π) of each next token
 =====  ============  ====================================  ===========================================
 
-"Of each next token": the probabilities of the prefixes are held fixed, so a token is not charged for the divergence that
-it leads to later. *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of
-the KL of whole completions exactly; so does k1 per token, where token t pays for t and what comes after it (the policy-gradient
-theorem: what lies before is no consequence of it), with less noise. ``k1_clamped`` = max(k1, 0) never pays the policy for a token that
-the reference likes better; it overstates the KL, and is for the reward only. TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy
-exactly the gradient of k2 in the loss.
+"Of each next token": the probabilities of the prefixes are held fixed, so a token is not charged for the divergence
+that it leads to later. *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the
+gradient of the KL of whole completions exactly; so does k1 per token, where token t pays for t and what comes after it
+(the policy-gradient theorem: what lies before is no consequence of it), with less noise. ``k1_clamped`` = max(k1, 0)
+never pays the policy for a token that the reference likes better; it overstates the KL, and is for the reward only.
+TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2 in the
+loss.
 
-Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per token in the
-reward: InstructGPT (arXiv 2203.02155, §3.5), PPO as DeepSeekMath writes it (arXiv 2402.03300, eq. 2); the clamp: alpaca_farm.
-The table is checked by exact enumeration in ``tests/reference/test_kl_gradients.py``.
+Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per
+token in the reward: InstructGPT (arXiv 2203.02155, §3.5), PPO as DeepSeekMath writes it (arXiv 2402.03300, eq. 2); the
+clamp: alpaca_farm. The table is checked by exact enumeration in ``tests/reference/test_kl_gradients.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ PER: tuple[str, ...] = ("sequence", "token")
 MAX_LOG_RATIO = 80.0
 """nats. Beyond it eˣ is not taken alone: float32 ends at e⁸⁸."""
 TARGET_IN_LOSS = (
-    "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges none: its KL changes with every "
+    "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges none: its KL "
+    "changes with every "
     "update, and on-policy nobody has it before the update; use `kl.placement: reward`, or leave `target` out"
 )
 
@@ -86,11 +88,13 @@ class KLTerm:
     Args:
         coefficient: β ≥ 0; with ``control`` the one to start from.
         estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
-        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes β·k from the reward (no gradient through it).
+        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes β·k from the reward (no gradient
+            through it).
         ratio_weighted: in the loss only: multiply by the importance ratio, not detached (TRL's
             ``use_bias_correction_kl``; DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
-        per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the advantage is taken.
-            ``"token"``: −β·Σ_{s ≥ t} γ^{s−t} k_s is added to the advantage of token t, after the rule (``advantages.reward_to_go``).
+        per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the
+            advantage is taken. ``"token"``: −β·Σ_{s ≥ t} γ^{s−t} k_s is added to the advantage of token t, after the
+            rule (``advantages.reward_to_go``).
         gamma: discount of ``per="token"``, in [0, 1].
         control: in the reward only: steers β to a target KL (``kl_control``).
     """

@@ -14,11 +14,13 @@ RATE = 0.1
 class AdaptiveKL:
     """β_{t+1} = β_t · (1 + K·e_t),  e_t = clip((KL_t − target)/target, −0.2, 0.2): the KL too large, β grows.
 
-    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: by 2% a generation batch at the most. TRL's old PPO (up to 0.11) and verl
-    have K = n/horizon with n completions a generation batch, so that as many completions do as much, however they are cut into batches.
+    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: by 2% a generation batch at the most. TRL's old PPO
+    (up to 0.11) and verl have K = n/horizon with n completions a generation batch, so that as many completions do as
+    much, however they are cut into batches.
 
     Args:
-        target: the KL to hold, nats a completion: Σ_t (log π − log π_ref) of a completion's own tokens, mean over the completions.
+        target: the KL to hold, nats a completion: Σ_t (log π − log π_ref) of a completion's own tokens, mean over the
+            completions.
         rate: K; ``None``: 0.1, or by ``horizon``.
         horizon: completions over which β follows an error of 1; ``None``: by ``rate``.
     """
@@ -50,7 +52,8 @@ class AdaptiveKL:
         rate = completions / self.horizon
         if rate * LARGEST_ERROR >= 1:
             raise ValueError(
-                f"`kl.horizon` is {self.horizon:g} and a generation batch has {completions} completions: β could become 0 or less; set "
+                f"`kl.horizon` is {self.horizon:g} and a generation batch has {completions} completions: β could "
+                "become 0 or less; set "
                 f"a horizon > {completions * LARGEST_ERROR:g}"
             )
         return rate

@@ -16,9 +16,9 @@ from grpo_lab.objectives.clipped import LiteralRow
 class MirrorDescent:
     """loss_t = −Â · log π(y_t) + (τ/2) · R · (log π(y_t) − log π_i(y_t)),  R = Σ_s (log π(y_s) − log π_i(y_s)).
 
-    Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient
-    −Â·∇log π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation,
-    no clipping. π_i is the policy that made the responses (``old_logps``): the reference becomes the current policy with
+    Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient −Â·∇log
+    π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation, no
+    clipping. π_i is the policy that made the responses (``old_logps``): the reference becomes the current policy with
     every generation batch.
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1 by default; the mean over the

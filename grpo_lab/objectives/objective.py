@@ -17,8 +17,8 @@ from grpo_lab.objectives.ratios import MAX_LOG_PRODUCT
 
 Surrogate = Callable[[TokenBatch], Tensor]
 """``surrogate(batch) -> per-token loss`` ``[B, T]`` (or ``[B, 1]``, spread over the row). May offer
-``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows) of
-the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out.
+``diagnostics(batch) -> dict[str, Tensor]``: values per token (or row) that are logged as means over all tokens (rows)
+of the optimizer step; they must be 0 where the advantage is 0, since such rows may be left out.
 
 What else a surrogate may say of itself, as class attributes or methods, and what holds where it does not:
 ``reads_ratio`` (True): the importance ratio matters; else ``objective.ratio`` beside it is refused.
@@ -33,8 +33,8 @@ class Objective:
 
     loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
 
-    The KL term is not multiplied by w: it pulls on every token, also where the correction dropped a completion (TRL does
-    the same).
+    The KL term is not multiplied by w: it pulls on every token, also where the correction dropped a completion (TRL
+    does the same).
     """
 
     name: str
@@ -83,7 +83,8 @@ class Objective:
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``; of a plain product the rows that are held."""
+        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``; of a plain product the
+        rows that are held."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":
@@ -93,7 +94,8 @@ class Objective:
 
 
 def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
-    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``. Any other shape may broadcast to a wrong loss.
+    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``. Any other shape may broadcast to a wrong
+    loss.
 
     Args:
         mask: ``[B, T]``.
@@ -106,13 +108,15 @@ def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
     if isinstance(found, Tensor) and tuple(found.shape) in ((rows, tokens), (rows, 1)):
         return found
     raise ValueError(
-        f"{whose} returned {_seen(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, {tokens}], the loss "
+        f"{whose} returned {_seen(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, "
+        f"{tokens}], the loss "
         f"per token, or [{rows}, 1], a loss per row"
     )
 
 
 def checked_scalar(found: Any, whose: str) -> Tensor:
-    """``found`` where it is a tensor without dimensions. ValueError naming ``whose`` function returned something else."""
+    """``found`` where it is a tensor without dimensions. ValueError naming ``whose`` function returned something
+    else."""
     if isinstance(found, Tensor) and found.dim() == 0:
         return found
     raise ValueError(
@@ -127,8 +131,8 @@ def _seen(found: Any) -> str:
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     """0 at the masked positions of every ``[B, T]`` input.
 
-    Selecting the loss is not enough: with a NaN advantage (or weight) at a masked token the backward forms 0 · NaN there,
-    and a sequence-level ratio would spread that over the whole row.
+    Selecting the loss is not enough: with a NaN advantage (or weight) at a masked token the backward forms 0 · NaN
+    there, and a sequence-level ratio would spread that over the whole row.
     """
 
     def selected(values: Tensor) -> Tensor:

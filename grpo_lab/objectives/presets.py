@@ -1,8 +1,8 @@
 """Named points in advantage × ratio × surrogate × aggregation. A new paper is one row here.
 
 Numbers that a user tunes (ε, δ, β) are not part of a row: they come from TRL's own settings (``epsilon``,
-``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping: they are the fields of the surrogate's dataclass. ``paper`` holds the authors' values for the docs
-and ``--dry-run``.
+``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping: they are the fields of the surrogate's
+dataclass. ``paper`` holds the authors' values for the docs and ``--dry-run``.
 """
 
 from __future__ import annotations
@@ -111,14 +111,16 @@ def preset(name: str) -> Preset:
     """The row called ``name``."""
     if name not in PRESETS:
         raise ValueError(
-            f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}, or 'module:name' of one that a module of yours "
+            f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}, or 'module:name' of one that a module of "
+            "yours "
             f"registers{did_you_mean(name, PRESETS)}"
         )
     return PRESETS[name]
 
 
 def surrogate(name: str, **knobs: Any) -> Surrogate:
-    """The surrogate called ``name`` with its knobs, the fields of its dataclass; one that it does not have is refused."""
+    """The surrogate called ``name`` with its knobs, the fields of its dataclass; one that it does not have is
+    refused."""
     push: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
     return push
 
@@ -144,11 +146,12 @@ def register_objective(
     source: str = "",
     paper: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Make ``objective: name`` mean the surrogate ``part`` with these parts around it. A function, or a decorator without ``part``.
+    """Make ``objective: name`` mean the surrogate ``part`` with these parts around it. A function, or a decorator
+    without ``part``.
 
     Args:
-        part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a surrogate.
-            What is new becomes a surrogate of this name, too.
+        part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a
+            surrogate. What is new becomes a surrogate of this name, too.
         advantage: as in ``objective``, like the next two; GRPO's where nothing is said.
         aggregation: how tokens are averaged.
         ratio: level of the ratio.
@@ -159,8 +162,8 @@ def register_objective(
         ``part``.
 
     Raises:
-        ValueError: the name is another's already, the part cannot be called, or has a field that ``objective`` means something
-            else by (``RESERVED``).
+        ValueError: the name is another's already, the part cannot be called, or has a field that ``objective`` means
+            something else by (``RESERVED``).
     """
     if part is None:
         return lambda later: register_objective(

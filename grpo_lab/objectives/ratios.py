@@ -16,7 +16,8 @@ from grpo_lab.batch import masked_row_mean, masked_sum, safe
 SamplerMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RATIO_LEVELS: tuple[str, ...] = ("token", "sequence", "sequence_token", "product")
 MAX_LOG_PRODUCT = 40.0
-"""nats. Where the plain product of a response's ratios is held: e⁴⁰ = 2.4e17. float32 ends at e⁸⁸; the square of a held ratio is still a number."""
+"""nats. Where the plain product of a response's ratios is held: e⁴⁰ = 2.4e17. float32 ends at e⁸⁸; the square of a held
+ratio is still a number."""
 SAMPLER_MODES: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -31,20 +32,22 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
 
 
 def sequence_token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """log s_{i,t} = sg[log s_i] + log π(y_t) − sg[log π(y_t)], ``[B, T]``; 0 where masked. GSPO-token (arXiv 2507.18071, eq. 14).
+    """log s_{i,t} = sg[log s_i] + log π(y_t) − sg[log π(y_t)], ``[B, T]``; 0 where masked. GSPO-token (arXiv
+    2507.18071, eq. 14).
 
-    Worth the whole response's ratio everywhere, with each token's own gradient, so that tokens may have advantages of their own.
-    With one advantage for a row it is GSPO, value and gradient.
+    Worth the whole response's ratio everywhere, with each token's own gradient, so that tokens may have advantages of
+    their own. With one advantage for a row it is GSPO, value and gradient.
     """
     own = safe(logps - logps.detach(), mask)  # 0, with the gradient of logps
     return safe(sequence_log_ratio(logps.detach(), old_logps, mask) + own, mask)
 
 
 def product_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """log Π_t ρ_t = Σ_t log ρ_t, ``[B, 1]``: the plain importance weight of a whole response, not normalised by its length.
+    """log Π_t ρ_t = Σ_t log ρ_t, ``[B, 1]``: the plain importance weight of a whole response, not normalised by its
+    length.
 
-    Summed in log space. Held at ``MAX_LOG_PRODUCT``, from where on the response has no gradient through it: beyond, its exponential
-    would soon be no number. Downwards nothing is held: e^−∞ is 0.
+    Summed in log space. Held at ``MAX_LOG_PRODUCT``, from where on the response has no gradient through it: beyond, its
+    exponential would soon be no number. Downwards nothing is held: e^−∞ is 0.
     """
     return masked_sum(logps - old_logps, mask, dim=-1).clamp(max=MAX_LOG_PRODUCT).unsqueeze(-1)
 
@@ -58,7 +61,8 @@ _LEVELS = {
 
 
 def log_ratio(level: str, logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio at ``level``: ``token`` and ``sequence_token`` ``[B, T]``, ``sequence`` and ``product`` ``[B, 1]``."""
+    """The log-ratio at ``level``: ``token`` and ``sequence_token`` ``[B, T]``, ``sequence`` and ``product`` ``[B,
+    1]``."""
     if level not in _LEVELS:
         raise ValueError(f"`ratio` is {level!r}; it must be one of {RATIO_LEVELS}")
     return _LEVELS[level](logps, old_logps, mask)
@@ -86,9 +90,9 @@ def sampler_correction(
 ) -> Tensor:
     """Weight π_trainer/π_sampler that corrects for completions made by another engine than the one that trains.
 
-    ``token_*``: ρ_t per token, ``[B, T]``. ``sequence_*``: Π_t ρ_t per completion, ``[B, 1]``. ``*_truncate`` clamps the
-    ratio into ``[clip_min, clip_max]``; ``*_mask`` sets a ratio outside of it to 0 (the token or completion drops out).
-    A NaN sampler log-prob (an inserted or unscored token) counts as ratio 1.
+    ``token_*``: ρ_t per token, ``[B, T]``. ``sequence_*``: Π_t ρ_t per completion, ``[B, 1]``. ``*_truncate`` clamps
+    the ratio into ``[clip_min, clip_max]``; ``*_mask`` sets a ratio outside of it to 0 (the token or completion drops
+    out). A NaN sampler log-prob (an inserted or unscored token) counts as ratio 1.
 
     Source: TIS/MIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training"); bounds and
     modes are those of TRL 1.16's ``vllm_importance_sampling_*``. No gradient flows through the weight.

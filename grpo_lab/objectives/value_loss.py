@@ -18,9 +18,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
 
         ½ · max( (V − R)², (V_clip − R)² )        V_clip = V_old + clamp(V − V_old, ±cliprange)
 
-    The larger of the two: a value that has moved further than ``cliprange`` *towards* its return has no gradient left, one that
-    moved away has all of it. Source: PPO's public implementations (OpenAI baselines, AlpacaFarm, TRL's deleted PPOTrainer); the paper
-    (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
+    The larger of the two: a value that has moved further than ``cliprange`` *towards* its return has no gradient left,
+    one that moved away has all of it. Source: PPO's public implementations (OpenAI baselines, AlpacaFarm, TRL's deleted
+    PPOTrainer); the paper (arXiv 1707.06347, eq. 9) has the plain square, ``cliprange=None``.
 
     Args:
         values: ``[B, T]`` of the critic that is being trained; carries the gradient.
@@ -39,7 +39,8 @@ def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, clipran
 
 
 def explained_variance(returns: float, errors: float) -> float | None:
-    """``1 − Var(R − V)/Var(R)`` from the two variances: 1 for a perfect critic, 0 for a constant one, negative for a worse one.
+    """``1 − Var(R − V)/Var(R)`` from the two variances: 1 for a perfect critic, 0 for a constant one, negative for a
+    worse one.
 
     Returns:
         ``None`` where the returns do not vary, and there is nothing to explain.

@@ -1,10 +1,12 @@
-"""What the libraries print of a run, reduced to a line of progress: only around the command line's own runs, never at import.
+"""What the libraries print of a run, reduced to a line of progress: only around the command line's own runs, never at
+import.
 
 (A team's own trainer has the line of progress, too, where `objective` is set: ``grpo_lab.trainer.metrics.progress``.)
 
-Silenced by the libraries' own switches: bars for loading weights, saving and mapping rows; a dictionary of metrics per log; notes on
-special tokens and generation flags; warnings for the libraries' developers. Errors, warnings about weights and data, and this package's
-own lines stay. The metrics are in ``metrics.jsonl``. ``--verbose`` changes nothing of what the libraries print.
+Silenced by the libraries' own switches: bars for loading weights, saving and mapping rows; a dictionary of metrics per
+log; notes on special tokens and generation flags; warnings for the libraries' developers. Errors, warnings about
+weights and data, and this package's own lines stay. The metrics are in ``metrics.jsonl``. ``--verbose`` changes nothing
+of what the libraries print.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ TALKATIVE = ("vllm", "trl", "accelerate", "peft", "torch")
 """Loggers heard from warnings up."""
 
 NOTES = ("transformers.trainer", "transformers.trainer_utils", "transformers.generation")
-"""Loggers heard from errors up: special tokens aligned, generation flags that a sampler does not read. What transformers says of
-weights that a checkpoint lacks comes from elsewhere, and stays."""
+"""Loggers heard from errors up: special tokens aligned, generation flags that a sampler does not read. What
+transformers says of weights that a checkpoint lacks comes from elsewhere, and stays."""
 
 FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
 NO_ACCELERATOR = r".*pin_memory.*no accelerator"

@@ -1,10 +1,12 @@
-"""`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and report.
+"""`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and
+report.
 
-Cheap filters go first, and the model samples only for rows that are left (`curation_filters`). Samples are written as they come
-(`pass_rates.jsonl`, `guesses.jsonl`): a killed run goes on where it was, and another band or balance costs no sampling.
+Cheap filters go first, and the model samples only for rows that are left (`curation_filters`). Samples are written as
+they come (`pass_rates.jsonl`, `guesses.jsonl`): a killed run goes on where it was, and another band or balance costs no
+sampling.
 
-The folder of a curation: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows,
-with `kept` and `dropped_by`), `report.html`, `curation.json`.
+The folder of a curation: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet`
+(all rows, with `kept` and `dropped_by`), `report.html`, `curation.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The stages of a curation, filters one after the other over the same rows: those that read the text, then those that ask the model."""
+"""The stages of a curation, filters one after the other over the same rows: those that read the text, then those that
+ask the model."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Asked:
 
 
 class Curation:
-    """The rows on their way through the filters. Each stage sees all rows, and the model is asked about those that are left."""
+    """The rows on their way through the filters. Each stage sees all rows, and the model is asked about those that are
+    left."""
 
     def __init__(self, recipe: CurationRecipe, asked: Asked, stop: StopRequests, overwrite: bool = False) -> None:
         self.recipe, self.asked, self.stop, self.overwrite = recipe, asked, stop, overwrite
@@ -121,7 +123,7 @@ class Curation:
             **sampling_of(self.recipe.sampling, rows, file, self.overwrite),
         }
 
-    # -- filters that read the text --------------------------------------------------------------------------------------
+    # -- filters that read the text ------------------------------------------------------------------------------------
 
     def by_text(self, at: At) -> None:
         filters, texts = self.recipe.filters, [text_of(row[self.shown]) for row in self.rows]
@@ -148,7 +150,7 @@ class Curation:
                 reasons=[None if hit is None else f"item {hit.item}, {hit.reason}: {hit.evidence}" for hit in hits],
             )
 
-    # -- filters that ask the model --------------------------------------------------------------------------------------
+    # -- filters that ask the model ------------------------------------------------------------------------------------
 
     def by_room(self, at: At) -> None:
         """Loads the model; prompts that leave no room for a completion in its context go."""
@@ -205,7 +207,8 @@ class Curation:
         if total and cut / total > CUT_WARNING:
             self.notes.append(
                 f"{cut / total:.0%} of the {total:,} completions were cut at "
-                f"max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as wrong, so pass "
+                f"max_completion_length={self.recipe.sampling.max_completion_length} tokens: cut answers count as "
+                "wrong, so pass "
                 "rates are too low."
             )
 
@@ -258,7 +261,8 @@ class Curation:
         without = sum(is_missing(scored[i][rules.by]) for i in left)
         if without:
             self.notes.append(
-                f"{without:,} of the {len(left):,} rows to balance have no `{rules.by}`: they are of no domain and were left out."
+                f"{without:,} of the {len(left):,} rows to balance have no `{rules.by}`: they are of no domain and "
+                "were left out."
             )
         chosen = balance([scored[i] for i in left], rules.by, rules.per_domain, seed=self.recipe.sampling.seed)
         share = "as many as the smallest" if rules.per_domain is None else f"at most {rules.per_domain}"

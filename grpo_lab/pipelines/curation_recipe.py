@@ -1,6 +1,7 @@
 """A recipe of `grpo-lab curate`: which rows, which model measures them, which filters they go through.
 
-`name`, `model`, `data`, `reward`, `filters` and `output_dir` are sections; every other key is one of `SamplingSettings`.
+`name`, `model`, `data`, `reward`, `filters` and `output_dir` are sections; every other key is one of
+`SamplingSettings`.
 """
 
 from __future__ import annotations

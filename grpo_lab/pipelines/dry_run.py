@@ -109,7 +109,10 @@ def _dropout(recipe: Recipe, config: Any) -> str:
         return f"{what}; stock's batches and draws (update: off)"
     if settings.randomness == "same_draws":
         return f"{what}; with any, stock's draws in stock's batches of all rows (update.randomness: same_draws)"
-    return f"{what}; the update leaves out what it does without any, exact in distribution (update.randomness: same_distribution)"
+    return (
+        f"{what}; the update leaves out what it does without any, exact in distribution (update.randomness: "
+        "same_distribution)"
+    )
 
 
 def _value(name: Any) -> str:
@@ -230,7 +233,8 @@ def _source(objective: str) -> str:
 
 
 def first_prompt(recipe: Recipe, rows: Any) -> str:
-    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a template."""
+    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a
+    template."""
     from grpo_lab.engines.sampler import render_prompt
 
     prompt = rows[0]["prompt"]

@@ -1,7 +1,8 @@
 """`grpo-lab evaluate`: a saved model on held-out rows that the command line, or an earlier run, describes.
 
-What decides a score is said with it, in the title and in `summary.json`: model, rows (every argument of their loader), template,
-how answers are judged, limits and seed. `--like RUN` takes all of it from a run or a recipe, so that the two scores are of one kind.
+What decides a score is said with it, in the title and in `summary.json`: model, rows (every argument of their loader),
+template, how answers are judged, limits and seed. `--like RUN` takes all of it from a run or a recipe, so that the two
+scores are of one kind.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rows.add_argument(
         "--split",
-        help="default: test. gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
+        help="default: test. gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem "
+        "in a folder; "
         f"{', '.join(MADE)}: {', '.join(SPLITS)}",
         **given,
     )
@@ -91,8 +93,8 @@ def _add_generation(how: Any, given: Any) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1, each with
-    what was answered kept.
+    """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or
+    SIGUSR1, each with what was answered kept.
     """
     plan = plan_of(known)
     with nullcontext() if known.output is None else claim_output(known.output, known.overwrite):
@@ -157,7 +159,8 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
     rows |= {name: said[name] for name in ("split", "source") if name in said}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
-            "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like (a run's folder, or a recipe)"
+            "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like "
+            "(a run's folder, or a recipe)"
         )
     if known.like is not None:
         plan = held_out_like(known.like)

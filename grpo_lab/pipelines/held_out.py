@@ -99,7 +99,8 @@ def held_out_like(run: str | Path) -> HeldOut:
     file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it takes the "
+            f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it "
+            "takes the "
             "output folder of `grpo-lab train`, or a recipe"
         )
     written = read_yaml(file)
@@ -113,7 +114,8 @@ def held_out_like(run: str | Path) -> HeldOut:
     tokens = parsed.max_new_tokens or settings["max_completion_length"]
     if tokens is None:
         raise ValueError(
-            f"--like {str(run)!r}: that run's `max_completion_length` is null and it has no `evaluation.max_new_tokens`, so nothing says "
+            f"--like {str(run)!r}: that run's `max_completion_length` is null and it has no "
+            "`evaluation.max_new_tokens`, so nothing says "
             "how long its evaluation's completions were: write `evaluation.max_new_tokens` there"
         )
     seed = settings["seed"]

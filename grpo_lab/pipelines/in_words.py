@@ -87,8 +87,8 @@ def section_of(name: str, reward: Any, weight: float) -> RewardSection:
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
-    """The recipe's rewards with the weights in force (``reward_weights`` may have set them), then those beside them: that a named
-    trainer declares, or an environment owns."""
+    """The recipe's rewards with the weights in force (``reward_weights`` may have set them), then those beside them:
+    that a named trainer declares, or an environment owns."""
     weights = trainer.args.reward_weights or [reward.weight for reward in sections]
     found = [replace(reward, weight=float(weight)) for reward, weight in zip(sections, weights, strict=False)]
     whole = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)

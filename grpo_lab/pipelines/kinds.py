@@ -1,4 +1,5 @@
-"""The kinds of stage that a pipeline's YAML may name: what each reads of its entry, does in its folder, and leaves there.
+"""The kinds of stage that a pipeline's YAML may name: what each reads of its entry, does in its folder, and leaves
+there.
 
 A kind is a class of settings (`grpo_lab.settings.settings`) with
 
@@ -6,8 +7,9 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     plan()    its words for ``--dry-run``; it may be left out
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``); it may be left out
 
-One of a team's is named ``module:attribute`` (docs/recipes.md, "Adding a stage"). ``rl``, ``filter``, ``rounds`` and ``long2short``
-are whole commands in a stage's folder: their recipe is the entry, and they go on by themselves where they were killed.
+One of a team's is named ``module:attribute`` (docs/recipes.md, "Adding a stage"). ``rl``, ``filter``, ``rounds`` and
+``long2short`` are whole commands in a stage's folder: their recipe is the entry, and they go on by themselves where
+they were killed.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ class Select:
 
 @settings(rest="training")
 class Train:
-    """``sft``, ``dpo``, ``simpo``: a model trained on selected ``rows``. Other keys: TRL's ``SFTConfig``, ``DPOConfig``, ``CPOConfig``."""
+    """``sft``, ``dpo``, ``simpo``: a model trained on selected ``rows``. Other keys: TRL's ``SFTConfig``,
+    ``DPOConfig``, ``CPOConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     method: ClassVar[str] = "sft"
@@ -175,7 +178,8 @@ class Simpo(Train):
 
 @settings(rest="training")
 class ColdStart:
-    """``cold_start``: a model, or a tiny one from config, trained on worked solutions. Other keys: TRL's ``SFTConfig``."""
+    """``cold_start``: a model, or a tiny one from config, trained on worked solutions. Other keys: TRL's
+    ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: ModelSection
@@ -306,7 +310,8 @@ KINDS: dict[str, Any] = {
 
 
 def kind_of(name: str, where: str) -> Any:
-    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that is neither, or cannot be run."""
+    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that is neither, or cannot be
+    run."""
     if ":" not in name:
         if name not in KINDS:
             raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")

@@ -5,8 +5,9 @@
     simpo          the same pairs → SimPO (ours in this list: the report names DPO)
     merge          average of the weights with a shorter model, no training
 
-model, data → samples (`samples.jsonl`, a killed run goes on) → rows (`rows.jsonl`) → training → the new model in the output
-folder → `evaluation/before` and `/after`, where the numbers that count are accuracy *and* tokens of right answers.
+model, data → samples (`samples.jsonl`, a killed run goes on) → rows (`rows.jsonl`) → training → the new model in the
+output folder → `evaluation/before` and `/after`, where the numbers that count are accuracy *and* tokens of right
+answers.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Shortened:
 
 
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file named by
-    ``samples`` is shared with other runs, and stays).
+    """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file
+    named by ``samples`` is shared with other runs, and stays).
 
     Raises:
         ValueError: another run or something else in the folder, no rows to train on, or a setting that does not fit.
@@ -183,7 +184,8 @@ def build_rows(recipe: Long2ShortRecipe, samples: list[Sampled]) -> list[dict[st
     rows, _ = select(samples, Shortest() if recipe.method == "shortest_sft" else recipe.pairs or Shorter())
     if not rows:
         raise ValueError(
-            f"no row for `method: {recipe.method}` out of {len(samples)} problems: the model has to be right on some, and for "
+            f"no row for `method: {recipe.method}` out of {len(samples)} problems: the model has to be right on "
+            "some, and for "
             "pairs also wrong or longer; raise `n_samples`, or take other `data`"
         )
     return rows
@@ -202,7 +204,8 @@ def length_line(result: EvaluationResult) -> str:
 
 
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or a run of another recipe."""
+    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or a run of another
+    recipe."""
     folder, found = recipe.output_dir, record_of(recipe.output_dir, PIPELINE)
     if overwrite or not found:
         return {}

@@ -28,8 +28,8 @@ ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm
 #: how far the run goes
 LENGTH = ("max_steps", "num_train_epochs")
 
-#: Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the way,
-#: where its server is, how memory is used.
+#: Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the
+#: way, where its server is, how memory is used.
 CANNOT_CHANGE_THE_PAST = frozenset(
     (
         *ADDRESS, *LENGTH, "name", "output_dir",
@@ -76,13 +76,15 @@ def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) 
     before = record.get("processes")
     if before is not None and before != processes:
         raise ValueError(
-            f"the run in {str(folder)!r} was trained by {before} process(es), and this is {processes}: its batches and random numbers "
-            f"would be others. Start {before} (`accelerate launch --num_processes {before}`), or choose another `--output_dir`; "
+            f"the run in {str(folder)!r} was trained by {before} process(es), and this is {processes}: its batches "
+            "and random numbers "
+            f"would be others. Start {before} (`accelerate launch --num_processes {before}`), or choose another "
+            "`--output_dir`; "
             "trainer.train(resume_from_checkpoint=…) goes on with other batches, as TRL does"
         )
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def set_aside(folder: Path, newest: Path | None) -> None:
@@ -131,8 +133,10 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
 
 
 def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
-    """ValueError where the checkpoint ``newest`` of the run in ``folder`` is beyond ``max_steps`` (≤ 0: epochs say it)."""
+    """ValueError where the checkpoint ``newest`` of the run in ``folder`` is beyond ``max_steps`` (≤ 0: epochs say
+    it)."""
     if newest is not None and 0 < max_steps < step_of(newest):
         raise ValueError(
-            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at least that"
+            f"`max_steps` is {max_steps}, and {folder} has done {step_of(newest)} steps ({newest.name}); give at "
+            "least that"
         )

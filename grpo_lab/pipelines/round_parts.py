@@ -104,9 +104,12 @@ class RoundParts:
         if not rows:
             needed = "right on some" if imitate else "right and wrong on the same"
             raise ValueError(
-                f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems: of {counts['samples']} "
-                f"samples {counts['scored']} could be scored and {counts['right']} are right, and the model has to be {needed}. Raise "
-                "`n_samples` or `rounds.questions`, or take other `data` (or `reward`, where nothing could be scored), in another "
+                f"round {at.number}: no row for `method: {self.recipe.method}` out of {len(samples)} problems: of "
+                f"{counts['samples']} "
+                f"samples {counts['scored']} could be scored and {counts['right']} are right, and the model has to "
+                f"be {needed}. Raise "
+                "`n_samples` or `rounds.questions`, or take other `data` (or `reward`, where nothing could be "
+                "scored), in another "
                 f"`output_dir` or with --overwrite; the model so far is {at.current}"
             )
         write_json_lines(at.folder / ROWS, rows)
@@ -140,7 +143,8 @@ class RoundParts:
         return load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
 
     def evaluate(self, at: Round) -> dict[str, Any]:
-        """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs share."""
+        """`evaluation/`: the model that the round leaves on the held-out rows. Without its seconds, which no two runs
+        share."""
         recipe = self.recipe
         assert recipe.evaluation is not None
         result = evaluate_saved_model(
@@ -167,7 +171,8 @@ def check_rows(recipe: RoundsRecipe, rows: Any) -> None:
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when fewer are left."""
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when
+    fewer are left."""
     if asked is None:
         return list(range(total))
     lap, place = divmod(number - 1, total // asked)

@@ -32,7 +32,8 @@ def sample(recipe: RoundsRecipe, rows: int | None) -> str:
         total += f" and {number * sampling.n_samples * recipe.rounds.count:,} in all"
     who = "the start model" if recipe.rounds.count == 1 else "the model of the round before"
     return (
-        f"{which}, {sampling.n_samples} samples each{total}, of at most {sampling.max_completion_length} tokens, at temperature "
+        f"{which}, {sampling.n_samples} samples each{total}, of at most {sampling.max_completion_length} tokens, at "
+        "temperature "
         f"{sampling.temperature:g}, by {who}; {'vLLM' if sampling.use_vllm else 'transformers'}"
     )
 
@@ -46,7 +47,10 @@ def select(recipe: RoundsRecipe) -> str:
         return said + (", beside the rows' gold solutions" if keep.gold else "")
     pairs = recipe.pairs or ContrastSettings()
     most = "all that differ" if pairs.per_problem is None else f"at most {pairs.per_problem}"
-    return f"pairs of a right and a wrong answer of one question, {most} a question; one answer for each of {_SAMENESS[pairs.distinct]}"
+    return (
+        f"pairs of a right and a wrong answer of one question, {most} a question; one answer for each of "
+        f"{_SAMENESS[pairs.distinct]}"
+    )
 
 
 def train(recipe: RoundsRecipe) -> str:

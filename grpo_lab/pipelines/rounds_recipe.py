@@ -1,7 +1,7 @@
 """A recipe of `grpo-lab rounds`: a model that samples, chooses among its own answers, trains on them, and begins again.
 
-The fields of `RoundsRecipe` are sections; every other key is one of `SamplingSettings`. The methods differ in settings alone
-(`METHODS`): what a recipe leaves out is the method's.
+The fields of `RoundsRecipe` are sections; every other key is one of `SamplingSettings`. The methods differ in settings
+alone (`METHODS`): what a recipe leaves out is the method's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class RoundSettings:
     Args:
         count: rounds.
         questions: questions a round, new ones until all were asked; None: all of ``data``.
-        train_from: ``last``: the model that the round before left. ``base``: the same model each time (STaR, arXiv 2203.14465).
+        train_from: ``last``: the model that the round before left. ``base``: the same model each time (STaR, arXiv
+            2203.14465).
     """
 
     count: Positive
@@ -59,7 +60,8 @@ class ContrastSettings(Contrast):
     """``pairs``: which answers are held against each other, and against whom the gain is measured.
 
     Args:
-        reference: DPO's π₀: the model that the ``round`` began with (iterated DPO), or the start model (``base``) in all of them.
+        reference: DPO's π₀: the model that the ``round`` began with (iterated DPO), or the start model (``base``) in
+            all of them.
     """
 
     reference: Literal["round", "base"] = "round"
@@ -72,8 +74,8 @@ class RoundsRecipe:
     Args:
         method: one of `METHODS`.
         model, cold_start: as in a recipe of `grpo-lab train`; what comes out is the start model, which samples first.
-        base: what ``train_from: base`` begins with (default: the start model). The RFT paper takes the pretrained model that the
-            start model was made from.
+        base: what ``train_from: base`` begins with (default: the start model). The RFT paper takes the pretrained model
+            that the start model was made from.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
         evaluation: held-out rows, asked before the first and after each round.
         keep_models: false removes a round's model when the next one is trained.
@@ -105,17 +107,20 @@ class RoundsRecipe:
             raise ValueError(f"`{other}` has no effect with `method: {name}`; leave it out")
         if name == "rft" and (rounds.count, rounds.train_from) != (1, "base"):
             raise ValueError(
-                f"`rounds` is count={rounds.count}, train_from={rounds.train_from!r}; `method: rft` samples once, from the start "
+                f"`rounds` is count={rounds.count}, train_from={rounds.train_from!r}; `method: rft` samples once, "
+                "from the start "
                 "model, and trains the base. `online_rft` and `expert_iteration` sample anew in each round"
             )
         if name == "online_rft" and rounds.train_from != "last":
             raise ValueError(
-                "`rounds.train_from` is 'base'; `method: online_rft` goes on with the last model (`expert_iteration` may begin "
+                "`rounds.train_from` is 'base'; `method: online_rft` goes on with the last model (`expert_iteration` "
+                "may begin "
                 "from the base in each round)"
             )
         if name in PREFER and self.sampling.n_samples < 2:
             raise ValueError(
-                f"`n_samples` is {self.sampling.n_samples}; `method: {name}` holds a right answer against a wrong one of the same "
+                f"`n_samples` is {self.sampling.n_samples}; `method: {name}` holds a right answer against a wrong "
+                "one of the same "
                 "question and needs at least 2"
             )
         self._check_models()
@@ -143,7 +148,8 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
     """A recipe from a plain mapping, with the method's own settings where it says none.
 
     Raises:
-        ValueError: an unknown method or key (with the nearest match), a missing section, settings that do not go together.
+        ValueError: an unknown method or key (with the nearest match), a missing section, settings that do not go
+            together.
     """
     check_command(written, "rounds")
     method = written.get("method")

@@ -13,8 +13,8 @@ Line = dict[str, Any]
 def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
     """The line of round ``number`` (0: the start).
 
-    ``kept_share`` = own rows or pairs / samples; ``ways`` = right answers that differ, a problem solved; ``tokens`` generated and
-    optimizer ``steps`` also as totals over the rounds so far (a cold start's steps are not among them).
+    ``kept_share`` = own rows or pairs / samples; ``ways`` = right answers that differ, a problem solved; ``tokens``
+    generated and optimizer ``steps`` also as totals over the rounds so far (a cold start's steps are not among them).
     """
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
     accuracy = found.get("accuracy") or {}

@@ -1,7 +1,8 @@
 """What a run leaves on disk, and whose folder it is.
 
-``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (one line per log), ``evaluation/before`` and
-``/after``, ``cold_start/`` (the model RL started from), the final model and tokenizer in the folder itself, ``report.html``.
+``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (one line per log), ``evaluation/before``
+and ``/after``, ``cold_start/`` (the model RL started from), the final model and tokenizer in the folder itself,
+``report.html``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
-    """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every process asks here.
+    """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every
+    process asks here.
 
     Raises:
         ValueError: ``overwrite`` and ``resume`` at once.
@@ -48,7 +50,8 @@ def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
 
 
 def claim(recipe: Recipe, overwrite: bool) -> Path:
-    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be gone on with from.
+    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be gone on with
+    from.
 
     What differs from an earlier run of it (``refuse_folder``) is logged.
     """
@@ -75,7 +78,8 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     """What differs from the run in the output folder, all of it what cannot change its past; nothing is written.
 
     Raises:
-        ValueError: the folder holds something else, or a run of another recipe, or one that is beyond ``max_steps`` already.
+        ValueError: the folder holds something else, or a run of another recipe, or one that is beyond ``max_steps``
+            already.
     """
     folder = recipe.output_dir
     if overwrite:
@@ -87,7 +91,8 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     then = written_settings(folder)
     if then is None and found.get("fingerprint") != fingerprint(recipe):
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be read); choose "
+            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
+            "read); choose "
             "another `--output_dir`, or give --overwrite"
         )
     changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
@@ -100,7 +105,8 @@ def _reopen(folder: Path, longer: bool) -> None:
     found = read_marker(folder / "run.json")
     if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot be trained "
+            f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot be "
+            "trained "
             "further"
         )
     write_run(folder, {**found, "finished": False})

@@ -1,8 +1,9 @@
-"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) by rounds.
+"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) by
+rounds.
 
-The folder: `start/`, `round-1/` … (`rounds.py`), `rounds.jsonl` (one line a round), `report.html`, `run.json`, and when all rounds
-are done the last model in the folder itself, `evaluation/before` and `evaluation/after`. The same command goes on with a run that
-was killed, and with a finished one when `rounds.count` is larger.
+The folder: `start/`, `round-1/` … (`rounds.py`), `rounds.jsonl` (one line a round), `report.html`, `run.json`, and when
+all rounds are done the last model in the folder itself, `evaluation/before` and `evaluation/after`. The same command
+goes on with a run that was killed, and with a finished one when `rounds.count` is larger.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def check_settings(recipe: RoundsRecipe) -> None:
 
 
 def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or rounds of another recipe."""
+    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or rounds of another
+    recipe."""
     found = record_of(recipe.output_dir, PIPELINE)
     if overwrite or not found:
         return {}

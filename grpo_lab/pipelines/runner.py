@@ -1,15 +1,17 @@
-"""`grpo-lab pipeline`: a YAML of stages, each with a kind, settings and inputs; carried out in the order of their inputs.
+"""`grpo-lab pipeline`: a YAML of stages, each with a kind, settings and inputs; carried out in the order of their
+inputs.
 
     name: distil
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
       - {stage: select, name: chosen, inputs: {samples: samples.samples}, keep: {per_problem: 2}}
       - {stage: sft, name: student, model: runs/start, inputs: {rows: chosen.rows}, max_steps: 20}
-      - {stage: evaluate, name: after, inputs: {model: student.model}, data: {loader: word_problems, n: 50, split: test}}
+      - {stage: evaluate, name: after, inputs: {model: student.model}, data: {loader: word_problems, n: 50, split:
+        test}}
 
-``inputs``: setting (dotted, in a section) → what a stage before it leaves, ``<stage>.<thing>``. A stage works in the folder of its name;
-its marker is ``<name>.json`` beside it. Killed anywhere, the same command goes on with the stages that have none; a changed recipe is
-refused with its differences; ``--overwrite`` begins anew. It runs in one process.
+``inputs``: setting (dotted, in a section) → what a stage before it leaves, ``<stage>.<thing>``. A stage works in the
+folder of its name; its marker is ``<name>.json`` beside it. Killed anywhere, the same command goes on with the stages
+that have none; a changed recipe is refused with its differences; ``--overwrite`` begins anew. It runs in one process.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class PipelineRecipe:
             )
 
     def in_order(self) -> list[StageSection]:
-        """Every stage after those whose things it takes, else as they are written. ValueError for a circle, or a stage that is none."""
+        """Every stage after those whose things it takes, else as they are written. ValueError for a circle, or a stage
+        that is none."""
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
@@ -102,7 +105,8 @@ def pipeline_from(written: Mapping[str, Any], default_name: str = "pipeline") ->
 
 
 def run_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> dict[str, Facts]:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins anew.
+    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins
+    anew.
 
     Raises:
         ValueError: another pipeline or something else in the folder, or a setting that does not fit.
@@ -138,7 +142,8 @@ def run_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> dict[str, F
 
 
 def plan_of_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> Words:
-    """What `grpo-lab pipeline` will do, in words. ValueError for what would stop it, as far as it can be known before a stage is done."""
+    """What `grpo-lab pipeline` will do, in words. ValueError for what would stop it, as far as it can be known before a
+    stage is done."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab pipeline` runs in one process; start it without `accelerate launch` or torchrun")
     check_folder(recipe, overwrite)

@@ -120,8 +120,8 @@ class ModelSampler:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def identity(self) -> dict[str, Any]:
-        """What the samples depend on, for the header of their file: the model's files, all that shape its completions, and the
-        settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
+        """What the samples depend on, for the header of their file: the model's files, all that shape its completions,
+        and the settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
         """
         settings = self.settings
         return {
@@ -151,6 +151,7 @@ def with_room(problems: list[dict[str, Any]], sampler: ModelSampler) -> list[dic
 
 
 def _seed(seed: int, ids: list[list[int]]) -> int:
-    """A seed for one batch: of the run's and of what is sampled, so that a resumed run draws what it would have drawn."""
+    """A seed for one batch: of the run's and of what is sampled, so that a resumed run draws what it would have
+    drawn."""
     digest = hashlib.sha256(f"{seed}/{json.dumps(ids)}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -42,8 +42,8 @@ class TrainingOutcome:
 
 
 def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> TrainingOutcome:
-    """Run ``recipe`` from beginning to end, or go on with it where its folder has begun (``resume`` or not). Every process calls this;
-    the main one evaluates and writes.
+    """Run ``recipe`` from beginning to end, or go on with it where its folder has begun (``resume`` or not). Every
+    process calls this; the main one evaluates and writes.
 
     Raises:
         ValueError: a setting that cannot be, or a folder that is not this run's.
@@ -199,7 +199,8 @@ def _build_trainer(job: Job, start: str) -> Any:
 
 
 def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:
-    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
+    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so
+    itself."""
     if asked is None or asked == "SIGINT":
         return
     step = trainer.state.global_step or None

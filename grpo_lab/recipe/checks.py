@@ -1,6 +1,7 @@
 """What would stop a training only when its trainer is built, or at its first generation: said before the first stage.
 
-Tokens are counted as each stage counts them, with the recipe's own tokenizer; rows too short to matter are not tokenized.
+Tokens are counted as each stage counts them, with the recipe's own tokenizer; rows too short to matter are not
+tokenized.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def evaluation_tokens(recipe: Recipe) -> int:
 def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
-    """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its context.
+    """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its
+    context.
 
     Args:
         trainer: its class.
@@ -188,7 +190,8 @@ TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
 def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
     """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward.
 
-    A team's trainer may hand over more (``_calculate_rewards``), and an environment may own columns: not looked at there.
+    A team's trainer may hand over more (``_calculate_rewards``), and an environment may own columns: not looked at
+    there.
     """
     from grpo_lab import LabTrainer
 

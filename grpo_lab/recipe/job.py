@@ -1,6 +1,7 @@
 """A recipe resolved once: settings read, everything that it names loaded, built and looked at.
 
-The run and its dry run go through here: what one refuses before its first step, or sample, the other refuses in the same words.
+The run and its dry run go through here: what one refuses before its first step, or sample, the other refuses in the
+same words.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
         for place, (own, other) in enumerate(pairs):
             if own not in (1.0, other):  # 1: nothing was said there
                 raise ValueError(
-                    f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one setting; leave one out"
+                    f"`rewards.{place}.weight` is {own} and `reward_weights.{place}` is {other}: they are one "
+                    "setting; leave one out"
                 )
     _check_eval(recipe, settings)
     return LabConfig(**settings)
@@ -190,7 +192,8 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
     when = str(getattr(settings.get("eval_strategy"), "value", settings.get("eval_strategy") or "no"))
     if when != "no" and recipe.eval_dataset is None:
         raise ValueError(
-            f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, such "
+            f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, "
+            "such "
             "as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
         )
     if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):

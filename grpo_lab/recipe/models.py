@@ -33,9 +33,11 @@ _CHUNK = 1 << 22  # bytes
 
 
 def model_files(model: str) -> dict[str, str]:
-    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where nothing is found.
+    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where nothing is
+    found.
 
-    An adapter's base model is included (`base: …`). What only tells who saved a file (`transformers_version`) does not count.
+    An adapter's base model is included (`base: …`). What only tells who saved a file (`transformers_version`) does not
+    count.
     """
     folder = _folder_of(model)
     if folder is None:
@@ -95,11 +97,13 @@ def holds_tokenizer(folder: str) -> bool:
 
 
 def refuse_no_tokenizer(model: str) -> None:
-    """``ValueError`` for a folder with a model and no tokenizer; what is no folder or no model is said when it is loaded."""
+    """``ValueError`` for a folder with a model and no tokenizer; what is no folder or no model is said when it is
+    loaded."""
     if (Path(model) / "config.json").is_file() and not holds_tokenizer(model):
         raise ValueError(
             f"{model!r} holds a model and no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, …); save one there "
-            "(`tokenizer.save_pretrained(folder)`), or name another (`model.tokenizer`, --tokenizer) where there is such a "
+            "(`tokenizer.save_pretrained(folder)`), or name another (`model.tokenizer`, --tokenizer) where there is "
+            "such a "
             "setting"
         )
 
@@ -167,8 +171,8 @@ def lora_config(section: ModelSection) -> Any:
 def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
     """A saved model (LoRA adapters too) and its tokenizer, on the accelerator where there is one.
 
-    Args: tokenizer: another tokenizer's folder or hub name. Default: the model's own; an adapter without one has its base's.
-    Raises: ValueError where there is no such model, no base of an adapter, or no tokenizer.
+    Args: tokenizer: another tokenizer's folder or hub name. Default: the model's own; an adapter without one has its
+    base's. Raises: ValueError where there is no such model, no base of an adapter, or no tokenizer.
     """
     import torch
     from peft import AutoPeftModelForCausalLM

@@ -1,8 +1,8 @@
 """A recipe: one short YAML that says everything a run is.
 
-Our sections are ``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, ``eval_dataset``, ``callbacks``, ``tools``,
-``environment_factory``, plus ``name`` and ``trainer``; every other key is a field of ``LabConfig``, flat, as TRL users write it.
-A recipe is arguments, not a program.
+Our sections are ``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, ``eval_dataset``, ``callbacks``,
+``tools``, ``environment_factory``, plus ``name`` and ``trainer``; every other key is a field of ``LabConfig``, flat, as
+TRL users write it. A recipe is arguments, not a program.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``humaneval``, ``mbpp``, or one that makes them: ``word_problems``, ``coding_tasks``,
-    ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
+    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``humaneval``, ``mbpp``, or one that makes them:
+    ``word_problems``, ``coding_tasks``, ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
 
     Args:
         loader: which loader of ``grpo_lab.data``.
@@ -90,7 +90,8 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its arguments."""
+    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its
+    arguments."""
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
@@ -229,7 +230,8 @@ class SamplingSettings:
         batch_size: completions that transformers makes at once (vLLM batches by itself).
         problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
         seed: everything sampled follows from it, from the prompts and from the two sizes above.
-        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`, …).
+        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`,
+            …).
         use_cpu: stay on the CPU where there is a GPU.
     """
 

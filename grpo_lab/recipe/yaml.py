@@ -1,9 +1,9 @@
 """A YAML file and `--key value` words of the command line → one mapping, not yet looked at.
 
 A line means one thing: a key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Read otherwise than by
-``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with its line: a key that stands
-twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself, nesting without end. A bare
-``off`` is false, as in YAML 1.1; a setting that takes text says so (``settings.typed``).
+``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with its line: a key that
+stands twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself, nesting without end. A
+bare ``off`` is false, as in YAML 1.1; a setting that takes text says so (``settings.typed``).
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> None:
-    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}`` that it stands for."""
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}`` that it stands
+    for."""
     *path, last = key.split(".")
     place: Any = written
     before = ""
@@ -154,8 +155,8 @@ def _index(place: list[Any], step: str, key: str) -> int:
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
 
-    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError for a
-    dotted one, which is a number or a name far more often than a switch.
+    A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError
+    for a dotted one, which is a number or a name far more often than a switch.
     """
     found: dict[str, Any] = {}
     rest = list(words)
@@ -190,6 +191,7 @@ def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
         if (place / name).is_file():
             return place / name
     raise ValueError(
-        f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. Install a wheel or "
+        f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. "
+        "Install a wheel or "
         "an editable checkout, or name a file: grpo-lab train --config FILE"
     )

@@ -3,10 +3,12 @@
     all      1[every test passes]
     share    tests passed / tests
 
-Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own and the program in another
-one behind walls, which is asked for values and answers with data (docs/algorithms/code_reward.md: what that protects from, what not).
+Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own and
+the program in another one behind walls, which is asked for values and answers with data
+(docs/algorithms/code_reward.md: what that protects from, what not).
 
-The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it (SYNTHETIC-1):
+The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it
+(SYNTHETIC-1):
 
     assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such lines, or
                  {"functional": text} (LeetCode in rllm and code-r1)
@@ -58,7 +60,8 @@ def _from_text(value: Any) -> Any:
 
 
 def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """``{"input": [a, b], "output": [c, d]}``, the form in which ``datasets`` gives a list of structs, or one case alone."""
+    """``{"input": [a, b], "output": [c, d]}``, the form in which ``datasets`` gives a list of structs, or one case
+    alone."""
     given, expected = _first(value, _INPUT), _first(value, _OUTPUT)
     if not isinstance(given, list) or not isinstance(expected, list):
         return [value]
@@ -107,8 +110,8 @@ def _read_cases(cases: list[Mapping[str, Any]], entry_point: str | None) -> Test
 
 
 def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
-    """``by_name``: the cases themselves say that they are calls. Then a text holds JSON, an argument a line; and APPS and TACO put what
-    a function must return into a list of one: where every case does, what is in it is right, too."""
+    """``by_name``: the cases themselves say that they are calls. Then a text holds JSON, an argument a line; and APPS
+    and TACO put what a function must return into a list of one: where every case does, what is in it is right, too."""
     calls = [(case["input"], case["output"]) for case in cases]
     if by_name and all(isinstance(given, str) for given, _ in calls):
         calls = [(_json_lines(given), _json_lines(expected)[0]) for given, expected in calls]
@@ -149,12 +152,13 @@ class CodeReward:
 
     Args:
         score: ``"all"``: 1.0 for all tests passed, else 0.0; ``"share"``: the share of tests passed.
-        timeout_s: processor seconds of one run of the program: all the calls of a text of assertions, or one input/output pair.
+        timeout_s: processor seconds of one run of the program: all the calls of a text of assertions, or one
+            input/output pair.
         wall_s: seconds on the clock for one completion and all its tests. A verdict comes at most a second later.
         memory_bytes: address space of the program.
         workers: completions judged at once; None: one a core, shared among the ranks of this machine.
-        walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the machine gives,
-            said in the log when a training starts, else at first use.
+        walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the
+            machine gives, said in the log when a training starts, else at first use.
 
     ``counts`` tallies ``passed``, ``failed``, ``limit`` and ``unusable`` since construction.
     """
@@ -223,7 +227,8 @@ class CodeReward:
         names = [None] * len(tests) if entry_point is None else list(entry_point)
         if not len(completions) == len(tests) == len(names):
             raise ValueError(
-                f"got {len(completions)} completions, {len(tests)} tests and {len(names)} entry points; they must be one to one"
+                f"got {len(completions)} completions, {len(tests)} tests and {len(names)} entry points; they must be "
+                "one to one"
             )
         golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
         programs = [program_text(completion_text(completion)) for completion in completions]
@@ -244,7 +249,8 @@ class CodeReward:
         return self._judge.walls
 
     def warm_up(self) -> None:
-        """Tries the walls, says which are in force, and starts the worker's imports. `LabTrainer` calls it before it loads a model.
+        """Tries the walls, says which are in force, and starts the worker's imports. `LabTrainer` calls it before it
+        loads a model.
 
         Raises:
             ValueError: too few walls are in force here, or not those that were asked for.

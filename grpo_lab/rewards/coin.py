@@ -1,8 +1,8 @@
 """CoinReward: a control. 1.0 with probability `p`, whatever the completion says.
 
-RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer: its family has seen the problems (arXiv 2507.10532), and
-clipping favours what the model does anyway (arXiv 2506.10947). A gain that a coin gives too is not the reward's: train the control with
-everything else as in the run it is compared with, and report both.
+RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer: its family has seen the problems (arXiv
+2507.10532), and clipping favours what the model does anyway (arXiv 2506.10947). A gain that a coin gives too is not the
+reward's: train the control with everything else as in the run it is compared with, and report both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 class CoinReward:
     """A coin for each completion, thrown anew at every call.
 
-    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same coins, ranks throw
-    different ones, a resumed run goes on (apart from the checkpoint's own batch where `eval_dataset` throws coins on the way).
+    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same
+    coins, ranks throw different ones, a resumed run goes on (apart from the checkpoint's own batch where `eval_dataset`
+    throws coins on the way).
 
     Args:
         p: probability of 1.0.
@@ -45,7 +46,8 @@ class CoinReward:
         trainer_state: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """0.0 or 1.0 a completion. Of `trainer_state` (TRL gives it) the step is read; without one all calls are of step 0."""
+        """0.0 or 1.0 a completion. Of `trainer_state` (TRL gives it) the step is read; without one all calls are of
+        step 0."""
         if completions is None:
             raise ValueError("CoinReward needs completions=[...]; got none")
         step = int(getattr(trainer_state, "global_step", 0))

@@ -1,4 +1,5 @@
-"""The parts of a completion: its text, whichever of TRL's two shapes it comes in, its reasoning, its program, its answer.
+"""The parts of a completion: its text, whichever of TRL's two shapes it comes in, its reasoning, its program, its
+answer.
 
 ``RowReward`` is what rewards of one completion and its row's columns share.
 """
@@ -52,7 +53,8 @@ def completion_text(completion: Any) -> str:
         said = [message for message in completion if message.get("role", "assistant") == "assistant"]
         return _content_text(said[-1].get("content")) if said else ""
     raise ValueError(
-        f"a completion must be a string or a list of message dicts; got {type(completion).__name__}: {completion!r:.200}"
+        f"a completion must be a string or a list of message dicts; got {type(completion).__name__}: "
+        f"{completion!r:.200}"
     )
 
 
@@ -86,8 +88,8 @@ def reasoning_of(text: str) -> str:
     """All ``<think>…</think>`` contents of ``text``, in order; the whole text where there is no tag.
 
     Half a block is a block: without its opening tag (many chat templates write that into the prompt) it begins with the
-    text, without its closing tag (stopped by the token budget) it ends with it. An empty block is empty reasoning, so that
-    reasoning outside the tags is not mistaken for it.
+    text, without its closing tag (stopped by the token budget) it ends with it. An empty block is empty reasoning, so
+    that reasoning outside the tags is not mistaken for it.
     """
     first_open, first_close = text.find(THINK), text.find(END_OF_THINK)
     if first_open < 0 and first_close < 0:
@@ -108,10 +110,11 @@ def reasoning_in(completion: Any) -> str:
 
 
 def program_text(completion: str) -> str:
-    """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last ``<answer>``; else all.
+    """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last
+    ``<answer>``; else all.
 
-    Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a line that
-    ends with the closing fence. A byte order mark is no part of a program.
+    Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a
+    line that ends with the closing fence. A byte order mark is no part of a program.
     """
     text = completion.rpartition(END_OF_THINK)[2]
     blocks = fenced_blocks(text)
@@ -125,16 +128,18 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is moved left.
+    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is
+    moved left.
 
-    In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside of one begins
-    a new block, whose forerunner was not closed.
+    In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside
+    of one begins a new block, whose forerunner was not closed.
     """
     return _Blocks(text.split("\n")).read()
 
 
 def _fence(line: str) -> re.Match[str] | None:
-    """No backtick may follow a fence in its line: looked for here, since in the pattern it would cost the square of a line of spaces."""
+    """No backtick may follow a fence in its line: looked for here, since in the pattern it would cost the square of a
+    line of spaces."""
     found = _FENCE.match(line)
     return None if found is None or "`" in line[found.end() :] else found
 
@@ -198,7 +203,8 @@ class _Blocks:
         self._close()
 
     def _in_a_text(self, at: int) -> bool:
-        """Whether the line ``at`` is inside triple quotes that end before the next block that names its language does."""
+        """Whether the line ``at`` is inside triple quotes that end before the next block that names its language
+        does."""
         if not self.quote or not self._python():
             return False
         if at < self.text_until:

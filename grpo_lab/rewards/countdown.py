@@ -2,9 +2,9 @@
 
     reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
 
-The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression is read into
-exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the last ``<answer>``, else the last
-fenced block, else the last line: ``(3 + 5) * 4``, or ``(3 + 5) * 4 = 32``.
+The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression is
+read into exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the last
+``<answer>``, else the last fenced block, else the last line: ``(3 + 5) * 4``, or ``(3 + 5) * 4 = 32``.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class ThinkFormatReward(RowReward):
 
     Args:
         form: `"think_answer"` or `"think"`, see the module.
-        think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, so the completion
-            must not repeat it.
+        think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, so
+            the completion must not repeat it.
     """
 
     def __init__(

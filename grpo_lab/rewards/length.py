@@ -1,13 +1,14 @@
-"""Kimi k1.5's length reward: among the samples of one problem, short ones over long ones, and never a wrong one praised.
+"""Kimi k1.5's length reward: among the samples of one problem, short ones over long ones, and never a wrong one
+praised.
 
     λ_i = 0.5 − (len_i − min_len) / (max_len − min_len)          ∈ [−0.5, 0.5]
     reward_i = λ_i           if sample i is correct
                min(0, λ_i)   if it is wrong
     reward_i = 0 for all     if max_len = min_len
 
-``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5, arXiv 2501.12599, section
-2.3.3 "Length penalty": added to the task reward with a weight, off at first, then constant. What the paper leaves open, and how public code
-departs from it: ``docs/algorithms/kimi_length_reward.md``.
+``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5, arXiv
+2501.12599, section 2.3.3 "Length penalty": added to the task reward with a weight, off at first, then constant. What
+the paper leaves open, and how public code departs from it: ``docs/algorithms/kimi_length_reward.md``.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class KimiLengthReward(GroupReward):
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
         warmup_steps: weight 0 for this many optimizer steps, then ``weight``; 0 where ``weight`` is a schedule.
-        correctness: the completion reward that says what is correct: its name, or the callable itself (needed in stock TRL).
+        correctness: the completion reward that says what is correct: its name, or the callable itself (needed in stock
+            TRL).
         correct_from: a sample is correct if its value is at least this.
-        truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they are.
-            ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock TRL, which does not
-            say what was truncated.
+        truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they
+            are. ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock
+            TRL, which does not say what was truncated.
         num_generations: see ``GroupReward``.
 
     A sample that the correctness reward calls unscorable (``None``) is not in min and max and gets ``None``.

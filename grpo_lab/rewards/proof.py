@@ -2,9 +2,10 @@
 
     reward = 1[every line follows by its rule, and the last is the goal under no assumption]
 
-The checker is small, kept here and knows one format (``verifiers.logic``). A proof can be checked where an answer cannot: there is nothing to
-guess, and as many right texts as there are proofs. Read is the inside of the last ``<answer>``, else the last fenced block, else the text
-from its last line ``1.`` on, to the first line that is no line of a proof.
+The checker is small, kept here and knows one format (``verifiers.logic``). A proof can be checked where an answer
+cannot: there is nothing to guess, and as many right texts as there are proofs. Read is the inside of the last
+``<answer>``, else the last fenced block, else the text from its last line ``1.`` on, to the first line that is no line
+of a proof.
 """
 
 from __future__ import annotations

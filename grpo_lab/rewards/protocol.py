@@ -1,11 +1,11 @@
 """What a reward may look at: one completion, or the whole group that shares its prompt.
 
-TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge half a group wherever a
-group straddles ranks, and nobody notices. Here a reward states what it needs:
+TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge
+half a group wherever a group straddles ranks, and nobody notices. Here a reward states what it needs:
 
 * ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
-* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the columns, builds whole
-  groups and calls ``score_group`` on each, the same on every rank.
+* ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
+  columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
 
 A team writes one in five lines::
 
@@ -15,8 +15,8 @@ A team writes one in five lines::
         best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
         return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
 
-In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason.
-Source: ours (asked for in trl #3896).
+In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or
+refuses with the reason. Source: ours (asked for in trl #3896).
 """
 
 from __future__ import annotations
@@ -50,19 +50,22 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
             runs.append((row, 1))
     lengths = sorted({size for _, size in runs})
     advice = (
-        "Stock TRL calls rewards on each process's local rows, so a group that is split over processes reaches its group "
+        "Stock TRL calls rewards on each process's local rows, so a group that is split over processes reaches its "
+        "group "
         "reward in pieces. Use grpo_lab.LabTrainer, which gathers first and scores whole groups"
     )
     if num_generations is None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if processes > 1:
             raise ValueError(
-                f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are whole. "
+                f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are "
+                "whole. "
                 f"{advice}; or give {name} `num_generations`, so that it can check"
             )
         if len(lengths) > 1 or lengths == [1]:
             raise ValueError(
-                f"{name} cannot find whole groups: runs of equal prompts have lengths {lengths} (expected one length, > 1; "
+                f"{name} cannot find whole groups: runs of equal prompts have lengths {lengths} (expected one "
+                "length, > 1; "
                 f"give `num_generations` if one prompt can come twice in a row). {advice}"
             )
         return runs
@@ -75,12 +78,14 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
 
 
 def refuse_waiting(call: Any, what: str) -> None:
-    """ValueError for an ``async def``: whole groups are scored on every rank, one after the other, and nobody awaits."""
+    """ValueError for an ``async def``: whole groups are scored on every rank, one after the other, and nobody
+    awaits."""
     while isinstance(call, partial):
         call = call.func
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None)):  # noqa: B004
         raise ValueError(
-            f"{what} is an `async def`, and nobody awaits it: `score_group` gives its numbers at once. Write it as `def` and "
+            f"{what} is an `async def`, and nobody awaits it: `score_group` gives its numbers at once. Write it as "
+            "`def` and "
             "wait inside (`asyncio.run`), or make what waits a completion reward, which may be `async def` in "
             "`reward_funcs`, and name that in `requires`"
         )
@@ -106,7 +111,8 @@ class Group:
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no reward).
+        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no
+            reward).
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
@@ -148,8 +154,8 @@ class GroupReward(ABC):
 
     Args:
         num_generations: G, needed in stock TRL with more than one process; with one process it is read off the prompts.
-        sources: completion rewards to call where the run does not supply a name of ``requires`` (always so in stock TRL,
-            which shows no reward the values of another).
+        sources: completion rewards to call where the run does not supply a name of ``requires`` (always so in stock
+            TRL, which shows no reward the values of another).
     """
 
     scope: ClassVar[Scope] = "group"
@@ -238,7 +244,8 @@ class GroupReward(ABC):
 
 
 def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bool = False) -> Values:
-    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN (unscorable).
+    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN
+    (unscorable).
 
     ``keep_infinite``: an infinite one is handed on; whoever asks deals with it.
     """
@@ -275,7 +282,8 @@ def _progress(reward: GroupReward, trainer_state: Any, name: str) -> int:
 
 
 class _FunctionReward(GroupReward):
-    """A plain function ``group -> values`` as a ``GroupReward``. Pickled by the function's address, as functions are."""
+    """A plain function ``group -> values`` as a ``GroupReward``. Pickled by the function's address, as functions
+    are."""
 
     def __init__(
         self,

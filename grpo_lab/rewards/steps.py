@@ -6,9 +6,9 @@ A step reward is called like any other reward and answers with a list per comple
     def each_line_short(prompts, completions, completion_ids, **columns):
         return [[(end, float(end < 200)) for end in …] for ids in completion_ids]
 
-``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite number, or
-``None`` where the step cannot be scored. Another form is refused, with the place.
-``advantage: process`` makes advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
+``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite
+number, or ``None`` where the step cannot be scored. Another form is refused, with the place. ``advantage: process``
+makes advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
 In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
 """
@@ -32,7 +32,8 @@ StepScores = list[tuple[int, float | None]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """The steps of one completion, checked: ends within its ``tokens`` and ascending, scores finite or NaN (``infinite``: or ±∞)."""
+    """The steps of one completion, checked: ends within its ``tokens`` and ascending, scores finite or NaN
+    (``infinite``: or ±∞)."""
     steps: StepScores = []
     for step in row:
         end, score = _pair(step, place, name)
@@ -44,7 +45,8 @@ def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: 
             )
         if score is not None and math.isinf(score) and not infinite:
             raise ValueError(
-                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or None"
+                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or "
+                "None"
             )
         steps.append((end, score))
     return steps
@@ -57,7 +59,8 @@ def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
         plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
         if plain or getattr(value, "ndim", 1) == 0:
             raise ValueError(
-                f"step reward {name!r} returned {value!r}{where}; a step reward returns [[(end_token, score), …], …], one list for "
+                f"step reward {name!r} returned {value!r}{where}; a step reward returns [[(end_token, score), …], "
+                "…], one list for "
                 f"each of the {count} completions (an empty one where no step is scored)"
             )
         return list(value)
@@ -75,7 +78,8 @@ def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
         value = as_number(score)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the score a finite "
+            f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the "
+            "score a finite "
             "number or None"
         ) from error
     if not isinstance(end, bool):
@@ -126,7 +130,8 @@ class StepReward(ABC):
     def checked(
         self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
     ) -> list[StepScores]:
-        """What ``score_steps`` answered, checked; a NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ is handed on."""
+        """What ``score_steps`` answered, checked; a NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ is
+        handed on."""
         rows = _lists(scored, len(completion_ids), self.name)
         found = [
             _steps_of(row, len(ids), place, self.name, keep_infinite)
@@ -168,7 +173,8 @@ def _named_in(score: Callable[..., Any]) -> Any:
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:
-    """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step reward."""
+    """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step
+    reward."""
     if not callable(score):
         raise ValueError(f"@step_reward decorates a function, got {score!r}")
     return _FunctionStepReward(score)
@@ -213,8 +219,9 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
     ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
 
-    Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever its
-    offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly ascending.
+    Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever
+    its offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly
+    ascending.
     """
     if not character_ends or not ids:
         return []
@@ -231,14 +238,16 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
-    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is none.
+    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is
+    none.
 
     Raises:
         ValueError: ``reward`` is no step reward.
     """
     if not isinstance(reward, StepReward):
         raise ValueError(
-            f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or an object "
+            f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or "
+            "an object "
             "whose class derives from `StepReward`"
         )
 
@@ -257,7 +266,8 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all completions at once).
+    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all completions at
+    once).
 
     Args:
         split: ``text -> ends`` in characters, or ``"line"`` (default: every line that is not blank) or ``"paragraph"``.
@@ -274,7 +284,8 @@ class SplitStepReward(StepReward):
     def score_all(
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> Sequence[Sequence[float | None]]:
-        """``score_texts`` of every completion. ``columns``: what TRL hands over besides; rows may have a column of any name."""
+        """``score_texts`` of every completion. ``columns``: what TRL hands over besides; rows may have a column of any
+        name."""
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
@@ -286,7 +297,8 @@ class SplitStepReward(StepReward):
     ) -> list[StepScores]:
         if self.tokenizer is None:
             raise ValueError(
-                f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); LabTrainer does so"
+                f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); "
+                "LabTrainer does so"
             )
         texts = [completion_text(completion) for completion in completions]
         cuts = [self._cut(text) for text in texts]
@@ -295,7 +307,8 @@ class SplitStepReward(StepReward):
         for texts_of, found in zip(steps, scores, strict=True):
             if len(found) != len(texts_of):
                 raise ValueError(
-                    f"{self.name} scored {len(found)} of a completion's {len(texts_of)} steps; None is for one not scored"
+                    f"{self.name} scored {len(found)} of a completion's {len(texts_of)} steps; None is for one not "
+                    "scored"
                 )
         return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 
@@ -304,7 +317,8 @@ class SplitStepReward(StepReward):
         whole = all(isinstance(end, int) for end in ends)
         if not whole or any(not a < b <= len(text) for a, b in zip([0, *ends], ends)):
             raise ValueError(
-                f"`split` of {self.name} gave {ends} for a text of {len(text)} characters; it gives, for each step, the index behind its "
+                f"`split` of {self.name} gave {ends} for a text of {len(text)} characters; it gives, for each step, "
+                "the index behind its "
                 "last character, ascending"
             )
         return ends

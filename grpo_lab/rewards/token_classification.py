@@ -1,6 +1,7 @@
 """``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
 
-As in TRL's ``PRMTrainer``: the prompt, then each step followed by a separator, tokenized part by part; a step's label is on its last token.
+As in TRL's ``PRMTrainer``: the prompt, then each step followed by a separator, tokenized part by part; a step's label
+is on its last token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Read:
-    """One completion as the reward model reads it: ids, and for each of its steps the place that is scored (``None``: beyond)."""
+    """One completion as the reward model reads it: ids, and for each of its steps the place that is scored (``None``:
+    beyond)."""
 
     ids: list[int]
     places: list[int | None]
@@ -27,11 +29,13 @@ class _Read:
 class TokenClassificationSteps(SplitStepReward):
     """Score of a step = p(good) at its end, in a model that classifies tokens (``AutoModelForTokenClassification``).
 
-    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens; the answer is placed at the policy's token in which the step ends.
-    Steps are read without the space around them. In a causal model the score of a step depends on nothing after it.
+    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens; the answer is placed at the policy's token in
+    which the step ends. Steps are read without the space around them. In a causal model the score of a step depends on
+    nothing after it.
 
-    Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond ``max_length`` are not scored
-    (``<name>/beyond_share``). Source: Math-Shepherd (arXiv 2312.08935), DeepSeekMath (2402.03300, §4.1.3).
+    Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond
+    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (arXiv 2312.08935), DeepSeekMath
+    (2402.03300, §4.1.3).
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.
@@ -39,14 +43,16 @@ class TokenClassificationSteps(SplitStepReward):
         separator: what follows every step, as in the model's training (TRL's default: a newline).
         split: ``text -> ends`` of the steps in characters, or ``"line"``, ``"paragraph"``.
         good: index or name of the label that means a right step.
-        column: data column that the model reads in place of the prompt (``"question"``), where the prompt has a template around it.
+        column: data column that the model reads in place of the prompt (``"question"``), where the prompt has a
+            template around it.
         batch_size: completions a forward.
         max_length: most tokens that the model reads; ``None``: its own number of positions.
         device: ``None``: the run's own.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
 
     Raises:
-        ValueError: no model there, one that does not classify tokens, a label that it does not have, settings out of range.
+        ValueError: no model there, one that does not classify tokens, a label that it does not have, settings out of
+            range.
     """
 
     def __init__(
@@ -131,8 +137,10 @@ class TokenClassificationSteps(SplitStepReward):
         if not isinstance(prompt, str):
             if not getattr(self.model_tokenizer, "chat_template", None):
                 raise ValueError(
-                    f"the prompt is a list of messages, and the tokenizer of {self.source} has no chat template: name the column "
-                    "with the question as plain text (`column`), or give a tokenizer with a template (`model_tokenizer`)"
+                    f"the prompt is a list of messages, and the tokenizer of {self.source} has no chat template: "
+                    "name the column "
+                    "with the question as plain text (`column`), or give a tokenizer with a template "
+                    "(`model_tokenizer`)"
                 )
             prompt = self.model_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             ids = self._ids(prompt)
@@ -141,7 +149,8 @@ class TokenClassificationSteps(SplitStepReward):
             ids = [*([] if start is None else [start]), *self._ids(prompt)]
         if self.max_length is not None and len(ids) >= self.max_length:
             raise ValueError(
-                f"a prompt has {len(ids)} tokens of {self.source}, which reads {self.max_length} (`max_length`): prompts are not cut, as "
+                f"a prompt has {len(ids)} tokens of {self.source}, which reads {self.max_length} (`max_length`): "
+                "prompts are not cut, as "
                 f"steps cannot be judged without them. It begins {prompt[:60]!r}"
             )
         return ids
@@ -191,13 +200,16 @@ def _config(source: str) -> Any:
         config = AutoConfig.from_pretrained(source)
     except OSError as error:
         raise ValueError(
-            f"`model` is {source!r}, neither a folder with a saved model here nor one that the hub gives ({str(error).splitlines()[0]})"
+            f"`model` is {source!r}, neither a folder with a saved model here nor one that the hub gives "
+            f"({str(error).splitlines()[0]})"
         ) from error
     kinds = getattr(config, "architectures", None) or []
     if not any(kind.endswith("ForTokenClassification") for kind in kinds):
         raise ValueError(
-            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; a step reward needs a model with a head that "
-            "classifies tokens (`AutoModelForTokenClassification`). One of another kind can be given loaded, with `model_tokenizer`"
+            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; a step reward needs a "
+            "model with a head that "
+            "classifies tokens (`AutoModelForTokenClassification`). One of another kind can be given loaded, with "
+            "`model_tokenizer`"
         )
     return config
 
@@ -233,6 +245,7 @@ def _label(good: int | str, config: Any, source: str) -> int:
     index = names.get(good, -1) if isinstance(good, str) and not good.isdecimal() else int(good)
     if not 0 <= index < config.num_labels or config.num_labels < 2:
         raise ValueError(
-            f"`good` is {good!r}; {source} has {config.num_labels} labels: {names}. Two or more are needed, and `good` is one of them"
+            f"`good` is {good!r}; {source} has {config.num_labels} labels: {names}. Two or more are needed, and "
+            "`good` is one of them"
         )
     return index

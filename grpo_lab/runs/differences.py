@@ -51,11 +51,13 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """The differences that ``may_differ``: nothing that was made follows from them. ValueError that names the others."""
+    """The differences that ``may_differ``: nothing that was made follows from them. ValueError that names the
+    others."""
     found = differences(then, now)
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, refused))}. Choose another "
+            f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, refused))}. Choose "
+            "another "
             "`--output_dir`, or give --overwrite"
         )
     return found

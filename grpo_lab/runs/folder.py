@@ -1,8 +1,9 @@
 """A run's output folder: what marks it as whose, and one process at a time that writes into it.
 
-Two runs in one folder would take each other's checkpoints, samples and log for theirs. ``run.lock`` in the folder is locked (POSIX,
-``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a process that was killed. On a file system
-without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL.
+Two runs in one folder would take each other's checkpoints, samples and log for theirs. ``run.lock`` in the folder is
+locked (POSIX, ``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a process that
+was killed. On a file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in
+TRL.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class FolderGone(OSError):
 
 
 class OneWriter:
-    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this process's.
+    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this
+    process's.
 
     Raises:
         FolderGone: at the end of the block, in place of what came of it: half a run may stand where the folder was.
@@ -55,7 +57,8 @@ class OneWriter:
         self._held = None
         if gone:
             raise FolderGone(
-                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: what stands there now "
+                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into "
+                "it: what stands there now "
                 "is not all of it"
             ) from error
 
@@ -63,7 +66,8 @@ class OneWriter:
         """The folder is made where it is not there.
 
         Raises:
-            ValueError: another process writes there: which, where, since when; or a link stands in the place of the lock.
+            ValueError: another process writes there: which, where, since when; or a link stands in the place of the
+                lock.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
         while self._held is None:
@@ -72,7 +76,8 @@ class OneWriter:
                 said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
                 os.close(opened)
                 raise ValueError(
-                    f"`output_dir` {str(self.file.parent)!r} is in use: {said} writes there. Wait for its end, end it, or choose "
+                    f"`output_dir` {str(self.file.parent)!r} is in use: {said} writes there. Wait for its end, end "
+                    "it, or choose "
                     "another `--output_dir`"
                 )
             if self._is_there(opened):  # not one that its owner has just removed
@@ -120,8 +125,8 @@ def is_empty(folder: Path) -> bool:
 
 
 def record_of(folder: Path, pipeline: str | None, marker: str = RUN) -> dict[str, Any]:
-    """What an earlier run of ``pipeline`` (None: of `grpo-lab train`) says of itself in ``folder``; `{}` for a new folder.
-    Nothing is written.
+    """What an earlier run of ``pipeline`` (None: of `grpo-lab train`) says of itself in ``folder``; `{}` for a new
+    folder. Nothing is written.
 
     Args:
         marker: a name other than ``run.json`` is of one pipeline alone.
@@ -151,7 +156,8 @@ def read_marker(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another `--output_dir` "
+            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another "
+            "`--output_dir` "
             "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
         ) from error
     if not isinstance(found, dict):

@@ -1,4 +1,5 @@
-"""A pipeline is a list of stages, carried out in order; each leaves a marker when it is done; killed anywhere, the same command goes on.
+"""A pipeline is a list of stages, carried out in order; each leaves a marker when it is done; killed anywhere, the same
+command goes on.
 
 The protocol of a stage:
 
@@ -7,15 +8,18 @@ The protocol of a stage:
     plan()   what it will do, title → words: what ``--dry-run`` prints; writes nothing, and raises what would stop it
     run(at)  does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and pages read of it
 
-- The facts, written whole, are the marker: a stage with a marker is never done again, one without is done from its beginning
-  (sampling goes on with the batches that are there, a training with its checkpoint: they keep that themselves).
-- Whatever a stage draws follows from the run's seed, its folder and its name, so a run that was killed leaves the same files as one
-  that was not. Times are no facts: ``report`` hears them.
-- ``remembered=False``: a stage that is cheap beside what it reads from the disk, and follows from settings that may change between two
-  runs (a curation's filters): it leaves no marker and is done by each run.
-- ``whole=True``: a stop breaks it off, and it is done again (an evaluation); without, a stop ends it where it looks (``runs.stop``).
+- The facts, written whole, are the marker: a stage with a marker is never done again, one without is done from its
+  beginning (sampling goes on with the batches that are there, a training with its checkpoint: they keep that
+  themselves).
+- Whatever a stage draws follows from the run's seed, its folder and its name, so a run that was killed leaves the same
+  files as one that was not. Times are no facts: ``report`` hears them.
+- ``remembered=False``: a stage that is cheap beside what it reads from the disk, and follows from settings that may
+  change between two runs (a curation's filters): it leaves no marker and is done by each run.
+- ``whole=True``: a stop breaks it off, and it is done again (an evaluation); without, a stop ends it where it looks
+  (``runs.stop``).
 - Whether the folder is this pipeline's is asked before (``runs.folder.record_of``), and whether its recipe is the same
-  (``runs.differences``): the same command goes on, a changed recipe is refused with what differs, ``--overwrite`` begins anew.
+  (``runs.differences``): the same command goes on, a changed recipe is refused with what differs, ``--overwrite``
+  begins anew.
 
 ``runs`` knows no stage of its own: ``stages/`` has what they do, and a pipeline says which, in which folder.
 """
@@ -73,7 +77,8 @@ def carry_out(
     """Every stage that has no marker, in order; ``at.facts`` has them all afterwards.
 
     Raises:
-        ValueError: a damaged marker, or a stage that reads one that does not come before it. What a stage raises comes through.
+        ValueError: a damaged marker, or a stage that reads one that does not come before it. What a stage raises comes
+            through.
         Interrupted: asked to stop.
     """
     at.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +122,8 @@ def working(recipe: Any, new: bool) -> Iterator[StopRequests]:
 
 
 def read_facts(marker: Path) -> Facts | None:
-    """What a finished stage found; None where it is not finished. ValueError for a marker that nobody can have written whole."""
+    """What a finished stage found; None where it is not finished. ValueError for a marker that nobody can have written
+    whole."""
     if not marker.is_file():
         return None
     try:

@@ -1,4 +1,5 @@
-"""Asked to stop, in every command: what is under way is finished or left, what is done stays, and the command can be gone on with.
+"""Asked to stop, in every command: what is under way is finished or left, what is done stays, and the command can be
+gone on with.
 
     under way                 what happens to it
     a batch of samples        it is finished and written
@@ -6,10 +7,12 @@
     an evaluation             `grpo-lab evaluate` keeps the answers that are there; within a run it is made again as a whole
     anything else             it ends at once, and is done again: nothing of it is kept
 
-SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are looked at before each
-batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an optimizer step, and that at the second one.
+SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are
+looked at before each batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an
+optimizer step, and that at the second one.
 
-``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``StoppedByUser``: Ctrl-C (130), with what is on disk in words.
+``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``StoppedByUser``: Ctrl-C (130), with what is
+on disk in words.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingSto
 
 log = logging.getLogger("grpo_lab")
 
-#: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished.
+#: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not
+#: finished.
 EXIT_INTERRUPTED = 75
 
 #: Exit code of a run whose checkpoint could not be written (EX_IOERR).
@@ -75,7 +79,8 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class StopRequests:
-    """``with StopRequests(folder, …) as stop:`` around a command; ``StopRequests(folder)`` without ``with`` hears no signal.
+    """``with StopRequests(folder, …) as stop:`` around a command; ``StopRequests(folder)`` without ``with`` hears no
+    signal.
 
     Attributes:
         name: who asked, ``None`` while nobody did.
@@ -103,7 +108,7 @@ class StopRequests:
         finally:
             put_back(self._before)
 
-    # -- who asks --------------------------------------------------------------------------------------------------------
+    # -- who asks ------------------------------------------------------------------------------------------------------
 
     def heed_waiting(self, new: bool) -> None:
         """A stop file that stands there at the start: of an earlier run where this one is ``new``, else meant.
@@ -151,7 +156,7 @@ class StopRequests:
         self.name = self.name or self._standing()
         return self.name
 
-    # -- what is answered ------------------------------------------------------------------------------------------------
+    # -- what is answered ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Between two things that are done: ``Interrupted`` (or Ctrl-C) where somebody asked."""
@@ -177,7 +182,8 @@ class StopRequests:
         self.check()
 
     def before_each(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """``make``, which is called for one batch after the other, each on the disk before the next: it may end before one."""
+        """``make``, which is called for one batch after the other, each on the disk before the next: it may end before
+        one."""
 
         @functools.wraps(make)
         def made(*given: Any, **named: Any) -> Any:
@@ -207,7 +213,8 @@ def identity_of(rows: Any, made_from: Any) -> str:
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:
-    """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no step is made.
+    """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no
+    step is made.
 
     Raises:
         Interrupted: on every process; the file is gone, so the same command goes on next time.
@@ -221,7 +228,8 @@ def heed_stop_file(config: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_ctrl_c() -> Iterator[list[str]]:
-    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that came."""
+    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that
+    came."""
     came: list[str] = []
 
     def heard(number: int, _frame: Any) -> None:
@@ -238,12 +246,13 @@ def as_ctrl_c() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 around a run of `grpo-lab train`: outside of its training there is nothing to save, and it ends at once, with
-    the same exit code. During the training the trainer's own handler is in force (``asked_by_signals``).
+    """SIGTERM and SIGUSR1 around a run of `grpo-lab train`: outside of its training there is nothing to save, and it
+    ends at once, with the same exit code. During the training the trainer's own handler is in force
+    (``asked_by_signals``).
 
-    SIGUSR1 asks for the same as SIGTERM: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds later, and one that
-    ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Where no checkpoints are asked for nothing is touched, and
-    a signal ends the process.
+    SIGUSR1 asks for the same as SIGTERM: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds
+    later, and one that ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Where no checkpoints
+    are asked for nothing is touched, and a signal ends the process.
     """
 
     def leave(number: int, _frame: Any) -> None:

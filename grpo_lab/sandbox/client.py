@@ -29,8 +29,8 @@ class Tests:
     """What a program is tested with.
 
     Attributes:
-        kind: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of ``entry_point``) or ``pairs``
-            (``[[input, output], …]`` of a script, texts).
+        kind: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of ``entry_point``)
+            or ``pairs`` (``[[input, output], …]`` of a script, texts).
     """
 
     kind: Kind
@@ -40,8 +40,8 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a program did: tests passed of all; ``end`` is ``done``, ``limit`` (time or memory ran out, or its worker was lost) or
-    ``unusable`` (the tests are no tests)."""
+    """How a program did: tests passed of all; ``end`` is ``done``, ``limit`` (time or memory ran out, or its worker was
+    lost) or ``unusable`` (the tests are no tests)."""
 
     passed: int
     total: int
@@ -54,7 +54,8 @@ class Trial:
 
 
 def packed_calls(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError`` for what is no plain data."""
+    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError`` for what is no plain
+    data."""
 
     def refuse(value: Any) -> Any:
         raise ValueError(f"a {type(value).__name__} is no plain data")
@@ -69,9 +70,10 @@ class CodeJudge:
         cpu_seconds: processor time of one run: all the calls of a text of assertions, or one input/output pair.
         wall_seconds: on the clock, for one program and all its tests.
         memory_bytes: address space of the program.
-        workers: programs judged at once; None: one a core, shared among the ranks of this machine (``LOCAL_WORLD_SIZE``).
-        walls: the walls that must be in force, no others; None: all that can. ``ValueError`` at first use where a named one cannot, or where
-            none is named and too little can.
+        workers: programs judged at once; None: one a core, shared among the ranks of this machine
+            (``LOCAL_WORLD_SIZE``).
+        walls: the walls that must be in force, no others; None: all that can. ``ValueError`` at first use where a named
+            one cannot, or where none is named and too little can.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class CodeJudge:
             for what, enough in _AT_LEAST.items():
                 if not enough & set(given):
                     raise ValueError(
-                        f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and this machine "
+                        f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, "
+                        "and this machine "
                         f"gives {given} ({missing}). Run it elsewhere, or name the walls that are enough for you: "
                         f"`walls: {given}`"
                     )
@@ -141,10 +144,12 @@ class CodeJudge:
 
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """Wall → why this machine does not give it, with or without a view. A worker of its own tries, without this judge's limits."""
+    """Wall → why this machine does not give it, with or without a view. A worker of its own tries, without this judge's
+    limits."""
     if sys.platform != "linux":
         raise RuntimeError(
-            f"model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is {sys.platform}"
+            "model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is "
+            f"{sys.platform}"
         )
     pool = WorkerPool(_HANDLER, limits=Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31), size=1)
     try:

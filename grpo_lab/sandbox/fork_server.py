@@ -1,16 +1,18 @@
-"""The fork server, between the trainer and its workers, and what a worker does: import the handler once, fork, serve, end with the trainer.
+"""The fork server, between the trainer and its workers, and what a worker does: import the handler once, fork, serve,
+end with the trainer.
 
-A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is replaced
-at once. Frames on every socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been talked into something by
-model text can say anything it likes and still only hands over plain data.
+A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is
+replaced at once. Frames on every socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been
+talked into something by model text can say anything it likes and still only hands over plain data.
 
-The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by `{"gone": n}` when that
-worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one of `{"ok": value}`, `{"crash": reason}`
-(the text exhausted memory or the stack), `{"bug": traceback}` (our handler raised), each with `"rss"`, the memory held, in bytes. The
-exit code of a worker that ends by itself is the last frame on its socket, `{"ended": code}`: the fork server keeps a copy of it for that.
+The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by
+`{"gone": n}` when that worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one
+of `{"ok": value}`, `{"crash": reason}` (the text exhausted memory or the stack), `{"bug": traceback}` (our handler
+raised), each with `"rss"`, the memory held, in bytes. The exit code of a worker that ends by itself is the last frame
+on its socket, `{"ended": code}`: the fork server keeps a copy of it for that.
 
-The trainer is gone when the control socket closes, or when this process has another parent (a fork of the trainer may hold the
-socket open). All workers are then killed, whatever they are at.
+The trainer is gone when the control socket closes, or when this process has another parent (a fork of the trainer may
+hold the socket open). All workers are then killed, whatever they are at.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def take_frame(buffer: bytearray) -> Any | None:
 
 
 def _resident_bytes() -> int:
-    """Memory held now. Not ``ru_maxrss``: that survives exec on Linux, so a child of a large trainer starts at its peak."""
+    """Memory held now. Not ``ru_maxrss``: that survives exec on Linux, so a child of a large trainer starts at its
+    peak."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

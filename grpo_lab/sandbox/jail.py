@@ -2,12 +2,13 @@
 
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
-The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed process along;
-as the reaper of orphans it also finds children that went into sessions of their own, where no namespace holds them together.
+The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed
+process along; as the reaper of orphans it also finds children that went into sessions of their own, where no namespace
+holds them together.
 
-A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed by descriptors,
-without recursion; no verdict is later for it than ``_PATIENCE_S``; and what is left then, or by a worker that was killed, is removed by
-the next that comes.
+A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
+by descriptors, without recursion; no verdict is later for it than ``_PATIENCE_S``; and what is left then, or by a
+worker that was killed, is removed by the next that comes.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put up."""
+"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put
+up."""
 
 
 class Jailed:
     """A running jail. ``status`` is None while it runs, then its exit status (128 + n when signal n ended it).
 
-    ``fault``: why its walls could not be put up, so that its task never began; a matter of ours, not of what should have run.
+    ``fault``: why its walls could not be put up, so that its task never began; a matter of ours, not of what should
+    have run.
     """
 
     def __init__(self, watcher: int, fault: int) -> None:
@@ -77,7 +80,8 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if not kept."""
+    """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if
+    not kept."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -142,7 +146,8 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
 
 
 def _end_descendants(user: int | None) -> None:
-    """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot multiply.
+    """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot
+    multiply.
 
     The children of one that ended become ours (``adopt_orphans``), whatever session they put themselves in.
     """
@@ -217,8 +222,8 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """A new one, outside of any view; removed afterwards, which may take to a moment after the ``deadline`` (monotonic seconds). Behind
-    ``namespaces`` the one inside the view."""
+    """A new one, outside of any view; removed afterwards, which may take to a moment after the ``deadline`` (monotonic
+    seconds). Behind ``namespaces`` the one inside the view."""
     if "namespaces" in up:
         yield walls.INSIDE
         return

@@ -1,7 +1,7 @@
 """Runs inside a worker process (``pool.WorkerPool``): one program against one row's tests, in jails, under one clock.
 
-This process never runs the program and never runs the tests; it starts who does, reads the tester's report (or a script's output), and
-ends everything at the limit. It ends itself when the trainer is gone.
+This process never runs the program and never runs the tests; it starts who does, reads the tester's report (or a
+script's output), and ends everything at the limit. It ends itself when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _sound(*processes: Jailed) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
-    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or which walls can be put up."""
+    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or
+    which walls can be put up."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -151,7 +152,8 @@ def _verdict(signs: bytes, total: int, ended: bool) -> dict[str, Any]:
 
 
 def _pairs(job: dict[str, Any], up: frozenset[str], deadline: float) -> dict[str, Any]:
-    """Each input to a run of its own, as a script; its output compared here, by line without white space at the ends."""
+    """Each input to a run of its own, as a script; its output compared here, by line without white space at the
+    ends."""
     passed, end = 0, "done"
     for given, expected in job["tests"]:
         right, ended = _script(job, up, given, expected, deadline)
@@ -195,7 +197,8 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Why this wall cannot be put up on this machine; empty where it can. Tried, not guessed. ``view_too``: beside ``namespaces``, where these are in force."""
+    """Why this wall cannot be put up on this machine; empty where it can. Tried, not guessed. ``view_too``: beside
+    ``namespaces``, where these are in force."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not kernel.landlock_version():

@@ -1,10 +1,12 @@
-"""Requests to the Linux kernel that Python 3.11 has no function for: namespaces, mounts, Landlock, seccomp. ``OSError`` where it says no.
+"""Requests to the Linux kernel that Python 3.11 has no function for: namespaces, mounts, Landlock, seccomp. ``OSError``
+where it says no.
 
 Landlock: a process gives up the file system, but for what it names. Needs no privilege and no namespace (Linux 5.13).
 
-The seccomp filter refuses with EPERM, to the program and to everything it starts: sockets, new processes (threads are allowed), tracing
-and reading other processes, namespaces and mounts, io_uring (it opens sockets past such filters), keys, bpf, shared memory outside the
-memory limit, modules, and the like. ``clone3`` is ENOSYS, whereupon the C library falls back to ``clone``, whose flags can be looked at.
+The seccomp filter refuses with EPERM, to the program and to everything it starts: sockets, new processes (threads are
+allowed), tracing and reading other processes, namespaces and mounts, io_uring (it opens sockets past such filters),
+keys, bpf, shared memory outside the memory limit, modules, and the like. ``clone3`` is ENOSYS, whereupon the C library
+falls back to ``clone``, whose flags can be looked at.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def _prctl(option: int, value: Any, pointer: Any = 0) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Send this process the signal when its parent ends, however it ends (on Linux). A change of user takes this back: do it last."""
+    """Send this process the signal when its parent ends, however it ends (on Linux). A change of user takes this back:
+    do it last."""
     if _LIBC is not None:
         _prctl(_PR_SET_PDEATHSIG, number)
 
@@ -172,7 +175,8 @@ _REFUSED = {
         "kexec_file_load 294  reboot 142  swapon 224  setpriority 140 "
     ),
 }
-_WITHOUT_VIEW = {  # what Landlock does not look at: modes, owners, times, attributes of files; other processes' memory and pace
+# what Landlock does not look at: modes, owners, times, attributes of files; other processes' memory and pace
+_WITHOUT_VIEW = {
     "x86_64": _numbers(
         "chmod 90  fchmod 91  chown 92  fchown 93  lchown 94  fchmodat 268  fchownat 260  utime 132 "
         "utimes 235  utimensat 280  futimesat 261  setxattr 188  lsetxattr 189  fsetxattr 190  removexattr 197 "
@@ -227,8 +231,8 @@ def _refuse_unless_zero(number: int, own: int) -> bytes:
 
 
 def seccomp_filter(own_pid: int | None) -> bytes:
-    """The filter's instructions. ``own_pid``: where no namespaces are, also refuse what they would: signals to any other
-    process, and what can be done to a file that may not be opened."""
+    """The filter's instructions. ``own_pid``: where no namespaces are, also refuse what they would: signals to any
+    other process, and what can be done to a file that may not be opened."""
     machine = platform.machine()
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, _ARCHES[machine], 1, 0), _one(_RETURN, _KILL), _one(_LOAD, _NUMBER_AT)]
     if machine == "x86_64":

@@ -53,8 +53,8 @@ class Limits:
     """What one job, and one worker, may use up.
 
     `cpu_seconds` is what normally ends a runaway job: processor time, enforced by the kernel, so that a busy machine
-    does not turn right answers into timeouts. `wall_seconds` is the hard end in any case (a job that sleeps or starves).
-    `memory_bytes`: address space of a worker. `startup_seconds`: wall clock for its imports.
+    does not turn right answers into timeouts. `wall_seconds` is the hard end in any case (a job that sleeps or
+    starves). `memory_bytes`: address space of a worker. `startup_seconds`: wall clock for its imports.
     """
 
     cpu_seconds: float = 5.0
@@ -73,7 +73,8 @@ class Limits:
 
 
 class ForkServerProcess:
-    """The child that imports the handler and forks the workers (`fork_server.main`). Starting it takes milliseconds; its imports go on."""
+    """The child that imports the handler and forks the workers (`fork_server.main`). Starting it takes milliseconds;
+    its imports go on."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
         self._handler, self._limits = handler, limits
@@ -140,7 +141,8 @@ class ForkServerProcess:
 
 
 class WorkerProcess:
-    """One worker. `ready` becomes true once it has said hello (`pid` is known then); `deadline` is monotonic seconds."""
+    """One worker. `ready` becomes true once it has said hello (`pid` is known then); `deadline` is monotonic
+    seconds."""
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self._server, self._number, self._channel, self._limits = server, number, channel, limits
@@ -170,7 +172,8 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, or None while it is incomplete; an end is a `crash` or `timeout`, or `lost`."""
+        """Call when readable. The reply, or None while it is incomplete; an end is a `crash` or `timeout`, or
+        `lost`."""
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:
@@ -229,11 +232,12 @@ class WorkerPool:
         handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It turns bad
             model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
         limits: processor time and wall clock per job, bytes per worker.
-        size: number of processes; None: half of the cores this process may use, between 1 and 4 (several ranks share a machine).
+        size: number of processes; None: half of the cores this process may use, between 1 and 4 (several ranks share a
+            machine).
 
-    Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The object may
-    be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of its own), and
-    leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
+    Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The
+    object may be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of
+    its own), and leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
     """
 
     def __init__(self, handler: str, *, limits: Limits | None = None, size: int | None = None) -> None:

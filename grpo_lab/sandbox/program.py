@@ -1,12 +1,13 @@
 """What runs in the program's own process, after the walls are up: the model's program, and nothing that it could forge.
 
-The source of ``wire`` and of this file is the text that the jailed interpreter is started with; nothing is imported from us.
-This process holds no test, no expected value and no way to the tester's report. It is asked for values and calls, and
-answers with data; whatever it answers is compared elsewhere. So it may be taken over entirely by the program in it.
+The source of ``wire`` and of this file is the text that the jailed interpreter is started with; nothing is imported
+from us. This process holds no test, no expected value and no way to the tester's report. It is asked for values and
+calls, and answers with data; whatever it answers is compared elsewhere. So it may be taken over entirely by the program
+in it.
 
-Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``. Replies:
-``{"value": data, "args": per argument its new value where the call changed it in place, or null}`` or ``{"raised": …}`` (``pack_error``); ``{"back": id, "args"}`` calls a
-function of the tester's.
+Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``.
+Replies: ``{"value": data, "args": per argument its new value where the call changed it in place, or null}`` or
+``{"raised": …}`` (``pack_error``); ``{"back": id, "args"}`` calls a function of the tester's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The program as its tester sees it: functions that are called in another process and give back plain data.
 
-What a test compares is data of the tester's own: a list that came over is a list, with Python's own ``==``. An object that is no
-plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``).
+What a test compares is data of the tester's own: a list that came over is a list, with Python's own ``==``. An object
+that is no plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def lacks_a_module(error: BaseException | None) -> bool:
 
 
 class ProgramGone(BaseException):
-    """The program ended, left by ``sys.exit``, or broke the channel: nothing that a test can catch as an ``Exception``."""
+    """The program ended, left by ``sys.exit``, or broke the channel: nothing that a test can catch as an
+    ``Exception``."""
 
 
 class Unsendable(BaseException):
@@ -87,8 +88,8 @@ class Program:
             return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
-        """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says no other.
-        Asked afresh at every ``==``, it could be True to one and False to the next."""
+        """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says
+        no other. Asked afresh at every ``==``, it could be True to one and False to the next."""
         if number not in self._held:
             self._held[number] = self.ask(number, "plain")
         return self._held[number]
@@ -145,7 +146,8 @@ class Program:
             return dict(pack_error(self._own_errors[-1], len(self._own_errors) - 1))
 
     def _not_to_be_had(self, error: BaseException) -> Exception:
-        """What makes a test unusable where it asks for it fails it where the program does: it would choose between 0 and None."""
+        """What makes a test unusable where it asks for it fails it where the program does: it would choose between 0
+        and None."""
         if isinstance(error, Exception) and not lacks_a_module(error):
             return error
         self.refused = True
@@ -178,7 +180,8 @@ class Program:
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
-        """The class of that name: Python's own, or one made here for one of the program's, under its nearest of Python's."""
+        """The class of that name: Python's own, or one made here for one of the program's, under its nearest of
+        Python's."""
         module, name = kinds[0]
         if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
             own = getattr(sys.modules.get(module), name, None)

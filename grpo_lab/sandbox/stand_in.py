@@ -1,7 +1,8 @@
 """The tester's proxy of an object of the program's: every question about it is asked in the program's process.
 
-Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less than everything, or
-whose difference to anything is 0, passes nothing. Objects of the program among themselves are as the program says.
+Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less
+than everything, or whose difference to anything is 0, passes nothing. Objects of the program among themselves are as
+the program says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _QUESTIONS = (
     "istitle isupper issubset issuperset isdisjoint is_integer match fullmatch difference symmetric_difference"
 )
 YES_OR_NO = frozenset(_QUESTIONS.split())
-"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text or a set."""
+"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text
+or a set."""
 
 _OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
 """What plain differences are asked: ``(f(x) - datetime(…)).total_seconds() < 1``."""
@@ -28,8 +30,8 @@ class RemoteObject:
 
     ``program`` is the ``remote.Program`` that is asked, ``number`` the object's there.
 
-    ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order or content of it is
-    asked for, so that ``not f(x) - 3`` is no way to say yes.
+    ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order
+    or content of it is asked for, so that ``not f(x) - 3`` is no way to say yes.
     """
 
     def __init__(self, program: Any, number: int, derived: bool = False) -> None:
@@ -46,7 +48,8 @@ class RemoteObject:
         return self._ask(what, *args)
 
     def _refuse(self, why: str) -> NoReturn:
-        """The running test fails, even if it catches this: the program has seen the tests' data, and would be right in what comes next."""
+        """The running test fails, even if it catches this: the program has seen the tests' data, and would be right in
+        what comes next."""
         self._program.refused = True
         raise TypeError(why)
 

@@ -1,12 +1,13 @@
 """Runs a row's tests against a program that lives in another process, and reports each result on a pipe of its own.
 
-The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``check(candidate)``, ``def test_…``, loops, ``try``. Names that
-neither they nor Python define are the program's, and are asked for over the channel. The model's code never runs in this process,
-so it cannot patch, trace, skip or read a test.
+The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``check(candidate)``, ``def test_…``, loops,
+``try``. Names that neither they nor Python define are the program's, and are asked for over the channel. The model's
+code never runs in this process, so it cannot patch, trace, skip or read a test.
 
-A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole), or, where none
-does, a statement that is a call; a ``check`` that is called more than once is a test a statement that calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests
-ends the run.
+A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole),
+or, where none does, a statement that is a call; a ``check`` that is called more than once is a test a statement that
+calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests ends
+the run.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Run:
         self.stop_early = stop_early
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
-        """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it counts."""
+        """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it
+        counts."""
         try:
             self.program.load(source)
             names = Names(self.program, called)
@@ -126,7 +128,8 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the program's."""
+    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the
+    program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
@@ -144,7 +147,8 @@ class Names(dict[str, Any]):
 
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """The tests with every one of them marked, how many there are, and the names that they only call. ``NoTests`` where that is none."""
+    """The tests with every one of them marked, how many there are, and the names that they only call. ``NoTests`` where
+    that is none."""
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
@@ -152,7 +156,8 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         called = _only_called(tree)
         if entry_point is None and not _asked_for(tree, called):
             raise NoTests(
-                "every name in the tests is Python's or their own, so they ask nothing of a program; a function that is named as one of "
+                "every name in the tests is Python's or their own, so they ask nothing of a program; a function that "
+                "is named as one of "
                 "Python's (`sum`) needs the column `entry_point`"
             )
         if any(isinstance(node, ast.ClassDef) and _is_test_case(node) for node in ast.walk(tree)):
@@ -177,7 +182,8 @@ def _only_called(tree: ast.Module) -> frozenset[str]:
 
 
 def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
-    """The names that the tests use and neither they nor Python define; and ``solution``, where they import from that."""
+    """The names that the tests use and neither they nor Python define; and ``solution``, where they import from
+    that."""
     nodes = list(ast.walk(tree))
     used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
@@ -194,7 +200,8 @@ def _is_test_case(node: ast.ClassDef) -> bool:
 
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The body of ``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that passes."""
+    """The body of ``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that
+    passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
     guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
@@ -264,8 +271,8 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself). Otherwise each
-    statement that calls it is a test: what is inside would be more tests than are counted."""
+    """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself).
+    Otherwise each statement that calls it is a test: what is inside would be more tests than are counted."""
     alone = [one for one in body if isinstance(one, ast.Expr) and _calls_it(one.value, name)]
     return len(alone) == _uses(body, name) == 1
 

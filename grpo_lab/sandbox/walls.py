@@ -1,12 +1,13 @@
 """The walls around a jailed process: which of them this machine gives, and their putting up, in the process itself.
 
-``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries, read-only, and
+``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries,
+read-only, and
                 an empty ``/tmp``. The kernel ends all of it with its first process. As root directly; else in a user namespace, where
                 the machine allows one.
 ``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
-``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, …
-``landlock``    the file system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by kernel version).
-``limits``      processor time, address space, file size, open files, core dumps, processes. Everywhere.
+``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, … ``landlock``    the file
+system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by kernel version). ``limits``
+processor time, address space, file size, open files, core dumps, processes. Everywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 @dataclass(frozen=True)
 class Cell:
-    """Behind which walls and in which folder a process runs, and what it may use: processor seconds, bytes of address space and in files."""
+    """Behind which walls and in which folder a process runs, and what it may use: processor seconds, bytes of address
+    space and in files."""
 
     walls: frozenset[str]
     folder: str
@@ -85,7 +87,8 @@ def reachable_by_others(path: str) -> bool:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an ``OSError``."""
+    """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an
+    ``OSError``."""
     walls, folder = cell.walls, cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace

@@ -1,6 +1,7 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-Its source is also run inside the program's process (``program``), so it depends on nothing: standard library, no import of ours.
+Its source is also run inside the program's process (``program``), so it depends on nothing: standard library, no import
+of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
@@ -174,7 +175,8 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 
 
 def pack_name(value: Any) -> Any:
-    """A function or class of the standard library by its name; None for another. For the tester alone: see ``unpack``."""
+    """A function or class of the standard library by its name; None for another. For the tester alone: see
+    ``unpack``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     owner = getattr(value, "__objclass__", None)
     kind = owner.__name__ if isinstance(owner, type) else ""
@@ -188,7 +190,8 @@ def pack_name(value: Any) -> Any:
 
 
 def unpack(data: Any, opaque: Any) -> Any:
-    """The value again; ``opaque(tag, reference)`` gives what the tags of no plain data stand for. ``Broken``: malformed."""
+    """The value again; ``opaque(tag, reference)`` gives what the tags of no plain data stand for. ``Broken``:
+    malformed."""
     try:
         return _unpack(data, opaque)
     except Broken:
@@ -242,7 +245,8 @@ def _unpack_scalar(tag: str, inside: Any) -> Any:
 
 
 def pack_error(error: BaseException, again: int | None = None) -> Any:
-    """An exception as data: its classes, its text, its arguments and attributes as far as they are plain. ``again``: the other side's own."""
+    """An exception as data: its classes, its text, its arguments and attributes as far as they are plain. ``again``:
+    the other side's own."""
     kinds = [[str(kind.__module__), kind.__name__] for kind in type(error).__mro__]
     try:
         text = str(error)[:1000]

@@ -1,4 +1,5 @@
-"""Sample: n completions of each problem, judged, on the disk batch by batch; and what a file of samples holds, without reading it."""
+"""Sample: n completions of each problem, judged, on the disk batch by batch; and what a file of samples holds, without
+reading it."""
 
 from __future__ import annotations
 
@@ -69,10 +70,12 @@ def sample(
     said: Mapping[str, Any],
     label: str,
 ) -> list[dict[str, Any]]:
-    """`samples.jsonl` in ``folder``: a line a problem with its row's number, its completions, their scores and lengths in tokens.
+    """`samples.jsonl` in ``folder``: a line a problem with its row's number, its completions, their scores and lengths
+    in tokens.
 
     Args:
-        start: loads the model: what samples, and the numbers of the ``rows`` that it is asked. Not called where the file is there.
+        start: loads the model: what samples, and the numbers of the ``rows`` that it is asked. Not called where the
+            file is there.
     """
     file, progress = folder / SAMPLES, folder / SAMPLING
     if not file.is_file():
@@ -132,7 +135,8 @@ def samples_in_words(files: Mapping[str, Path]) -> str:
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is loaded."""
+    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is
+    loaded."""
     if not file.is_file():
         return
     with file.open("rb") as lines:
@@ -146,8 +150,9 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
 
 
 def trim_to_whole_batches(file: Path, size: int) -> None:
-    """Keep the header and the first whole batches of ``size`` problems. The problems of a batch share one stream of random numbers:
-    a batch of which a kill left a part is drawn again as a whole, or its rest would be drawn from another stream.
+    """Keep the header and the first whole batches of ``size`` problems. The problems of a batch share one stream of
+    random numbers: a batch of which a kill left a part is drawn again as a whole, or its rest would be drawn from
+    another stream.
     """
     if not file.is_file():
         return

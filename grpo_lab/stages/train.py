@@ -1,4 +1,5 @@
-"""Train on rows: supervised on answers (SFT), or on pairs of a better and a worse one (DPO, SimPO), by TRL's trainers."""
+"""Train on rows: supervised on answers (SFT), or on pairs of a better and a worse one (DPO, SimPO), by TRL's
+trainers."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def train_on(
     """``model`` trained on ``rows`` (`training_rows`) with TRL's ``arguments``, saved in ``folder``.
 
     Args:
-        training: asked after each step whether to stop; a training that was stopped is gone on with from its checkpoint.
+        training: asked after each step whether to stop; a training that was stopped is gone on with from its
+            checkpoint.
         reference: DPO's; default: the model as it begins.
     """
     from datasets import Dataset

@@ -1,6 +1,7 @@
 """A scripted rollout: TRL's ``rollout_func`` with completions that depend only on a seed, the call and the global row.
 
-So stock TRL and ours, one process and four, get the very same completions, and a difference can only come from the update.
+So stock TRL and ours, one process and four, get the very same completions, and a difference can only come from the
+update.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class ScriptedRollout:
         end_id: appended where the completion is not truncated (``None``: never).
         truncated_share: share of completions without ``end_id``.
         seed: everything follows from it.
-        sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (only read with a sampler correction).
+        sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (only read with a sampler
+            correction).
     """
 
     vocabulary: Sequence[int]

@@ -1,10 +1,12 @@
-"""What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is loaded.
+"""What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is
+loaded.
 
 Environments that own their reward (``get_reward``) count among the rewards that the caller gave.
 
-TRL adds their column by itself, inside its constructor. A named trainer must know of it before: it completes what is given
-(``declared_rewards``), and without any reward it would bring its own beside the environment's. So each such environment stands
-in the list as an ``EnvironmentReward`` while that is asked, under the name that TRL will give its column.
+TRL adds their column by itself, inside its constructor. A named trainer must know of it before: it completes what is
+given (``declared_rewards``), and without any reward it would bring its own beside the environment's. So each such
+environment stands in the list as an ``EnvironmentReward`` while that is asked, under the name that TRL will give its
+column.
 
 Class attributes of a trainer → configuration, so that there is one road to the algorithm.
 """
@@ -127,7 +129,8 @@ class FirstMade:
 def with_environment_rewards(cls: Any, given: Any, factory: Any, completes: bool) -> tuple[Any, Any]:
     """(rewards given and those that environments own, the factories to hand on).
 
-    Looked at only where ``cls`` completes rewards (``completes``). A class says by itself what it has; another factory is called once.
+    Looked at only where ``cls`` completes rewards (``completes``). A class says by itself what it has; another factory
+    is called once.
     """
     if factory is None or not completes:
         return given, factory
@@ -205,8 +208,8 @@ def given(
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
-    """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will be needed; the code
-    reward says which walls stand here. ValueError where they are too few."""
+    """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will
+    be needed; the code reward says which walls stand here. ValueError where they are too few."""
     for reward in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
         if isinstance(reward, CodeReward):
             reward.warm_up()

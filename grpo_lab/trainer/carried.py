@@ -1,9 +1,11 @@
-"""What travels with the rows of a micro-batch, by attribute: every name that this package reads or writes in TRL's dict.
+"""What travels with the rows of a micro-batch, by attribute: every name that this package reads or writes in TRL's
+dict.
 
-TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches, keeps those in its buffer and
-hands them over one at a time; the table of an optimizer step, its bins and a checkpoint hold the same fields. ``Carried`` is a
-view of such a dict. Reading an attribute reads its field (None where there is none), setting one writes it, None takes it out.
-Fields that are not TRL's begin with ``OURS``, so that no release of TRL can mean another thing by one.
+TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches, keeps those in its
+buffer and hands them over one at a time; the table of an optimizer step, its bins and a checkpoint hold the same
+fields. ``Carried`` is a view of such a dict. Reading an attribute reads its field (None where there is none), setting
+one writes it, None takes it out. Fields that are not TRL's begin with ``OURS``, so that no release of TRL can mean
+another thing by one.
 """
 
 from __future__ import annotations
@@ -53,18 +55,19 @@ class Carried:
     Attributes:
         policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row.
         behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
-        proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none it is the loss's
-            own forward (``step.old_policy``).
+        proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none
+            it is the loss's own forward (``step.old_policy``).
         ref_logps: ``[B, T]`` of the reference model.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
-        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins at generation, for a
-            batch that a team's method sees; by TRL, for a resampled one): where nobody changed them they count as missing. Never where
-            forwards are random: another forward is another draw.
-        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has ``proximal_logps``.
+        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins
+            at generation, for a batch that a team's method sees; by TRL, for a resampled one): where nobody changed
+            them they count as missing. Never where forwards are random: another forward is another draw.
+        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has
+            ``proximal_logps``.
         old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
         returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
-        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a batch that was put
-            together from several.
+        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a
+            batch that was put together from several.
         length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
     """
 
@@ -91,7 +94,8 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
 
 
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Long ``[B]`` each: tokens of prompt and completion. A hole in a mask (a team's) counts: its tokens stand there, and nobody attends to them."""
+    """Long ``[B]`` each: tokens of prompt and completion. A hole in a mask (a team's) counts: its tokens stand there,
+    and nobody attends to them."""
     return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
 
 
@@ -106,7 +110,8 @@ def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
-    """bool ``[B]``: a mask of the row has a hole. TRL makes none, so its log-probs at generation are of the row without it."""
+    """bool ``[B]``: a mask of the row has a hole. TRL makes none, so its log-probs at generation are of the row without
+    it."""
     tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
     return sum(row_lengths(fields)) != tokens
 

@@ -32,37 +32,45 @@ class LabConfig(GRPOConfig):
     """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
 
     Args:
-        objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of one that a team's module registers, or a
-            mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is a knob of the surrogate, a field
-            of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``, ``importance_sampling_level`` … are in force.
+        objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of one that a team's module
+            registers, or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is
+            a knob of the surrogate, a field of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``,
+            ``importance_sampling_level`` … are in force.
         advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
-            ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``; ``None``: TRL's ``beta``
-            with k3 in the loss (``use_bias_correction_kl``).
-        value: the critic of PPO: ``{model: head|copy|<folder or hub name>, learning_rate: …, vf_coef: …, cliprange_value: …, gamma: …,
-            lam: …, whiten_rewards: …, whiten_advantages: …, warmup_steps: …, missing_eos_penalty: …}``, all of them optional
-            (``settings/value.py``). With ``objective`` unset it means ``objective: ppo``; ``None`` beside that: all defaults.
-        rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync and
-            the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
+            ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``;
+            ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
+        value: the critic of PPO: ``{model: head|copy|<folder or hub name>, learning_rate: …, vf_coef: …,
+            cliprange_value: …, gamma: …, lam: …, whiten_rewards: …, whiten_advantages: …, warmup_steps: …,
+            missing_eos_penalty: …}``, all of them optional (``settings/value.py``). With ``objective`` unset it means
+            ``objective: ppo``; ``None`` beside that: all defaults.
+        rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync
+            and the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
             ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with any engine.
-        reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number or
-            ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry in
-            ``reward_weights``; logged as ``reward_weights/<name>``.
+        reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number
+            or ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry
+            in ``reward_weights``; logged as ``reward_weights/<name>``.
         reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
             class declares (``KimiTrainer``: yes; else no).
-        reference_every: the reference becomes the policy after every so many optimizer steps, or before every generation batch
-            (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves it).
-        sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name: …,
-            pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
-        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness: same_distribution|same_draws}``;
-            ``None``: exact, ``skip``; under dropout exact in distribution with ``objective``, draw by draw without.
-        guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine log-prob that is
-            not finite is left out on every rank, and so many in a row stop the run; ``None``: on with ``objective``, off without.
-        max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after which the optimizer
-            step under way is the last: a checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
-        stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``: ``STOP`` in
-            ``output_dir``. One that is older than the process of a training from its first step is of an earlier run, and goes.
-        save_checksums: every file of a checkpoint is read once after it was written, and its SHA-256 kept; a resume compares them.
+        reference_every: the reference becomes the policy after every so many optimizer steps, or before every
+            generation batch (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves
+            it).
+        sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name:
+            …, pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
+        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness:
+            same_distribution|same_draws}``; ``None``: exact, ``skip``; under dropout exact in distribution with
+            ``objective``, draw by draw without.
+        guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine
+            log-prob that is not finite is left out on every rank, and so many in a row stop the run; ``None``: on with
+            ``objective``, off without.
+        max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after
+            which the optimizer step under way is the last: a checkpoint, and the end, to be gone on with. Leave room
+            for one step and its checkpoint.
+        stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``:
+            ``STOP`` in ``output_dir``. One that is older than the process of a training from its first step is of an
+            earlier run, and goes.
+        save_checksums: every file of a checkpoint is read once after it was written, and its SHA-256 kept; a resume
+            compares them.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -82,7 +90,8 @@ class LabConfig(GRPOConfig):
     rollout: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, budget_text."
+            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, "
+            "budget_text."
         },
     )
     reward_schedules: dict[str, Any] | str | None = field(
@@ -115,7 +124,8 @@ class LabConfig(GRPOConfig):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
-        """Remember which settings were written down: a default that was chosen can contradict, a mere default cannot."""
+        """Remember which settings were written down: a default that was chosen can contradict, a mere default
+        cannot."""
         names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
         refuse_unknown(kwargs, names, f"`{cls.__name__}`", GONE)
         config = super().__new__(cls)
@@ -139,8 +149,8 @@ class LabConfig(GRPOConfig):
         return {name: value for name, value in vars(self).items() if name != "_parsed"}
 
     def agree(self) -> None:
-        """Parse our settings, check them against TRL's and against each other, build the algorithm, and write it into TRL's fields;
-        nothing, where no setting was changed since."""
+        """Parse our settings, check them against TRL's and against each other, build the algorithm, and write it into
+        TRL's fields; nothing, where no setting was changed since."""
         if "_parsed" in vars(self):
             return
         if self.value is not None and self.objective is None and self.advantage is None:
@@ -181,8 +191,8 @@ class LabConfig(GRPOConfig):
     def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
         """What ``to_dict`` (``to_json_string``, a YAML of it) wrote, as a configuration again.
 
-        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the second stays,
-        which holds for any number of processes. Tokens are not in the record.
+        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the
+        second stays, which holds for any number of processes. Tokens are not in the record.
         """
         given = {name: value for name, value in written.items() if not _is_hidden(value)}
         if given.get("steps_per_generation") is not None:

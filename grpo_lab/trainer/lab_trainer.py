@@ -8,8 +8,8 @@
     take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
     after the step    ``log``, checkpoints
 
-``arguments.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md`` follows one reward
-through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
+``arguments.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md``
+follows one reward through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
 from __future__ import annotations
@@ -122,16 +122,20 @@ class LabTrainer(ResumableTrainer):
         return given
 
     def compute_advantages(self, table: RewardTable) -> Tensor:
-        """Advantages of a generation batch from its rewards over all ranks (``table`` is the same on every rank, but for ``table.local``).
+        """Advantages of a generation batch from its rewards over all ranks (``table`` is the same on every rank, but
+        for ``table.local``).
 
         Returns:
-            ``[N]``, one a completion over all ranks; or ``[B, T]``, one a token of this rank's rows (``table.local``: their place in the
-            table, which tokens carry loss, lengths). The same kind on every rank and in every batch. Whatever ``[N, T]`` would be is never
+            ``[N]``, one a completion over all ranks; or ``[B, T]``, one a token of this rank's rows (``table.local``:
+            their place in the
+            table, which tokens carry loss, lengths). The same kind on every rank and in every batch. Whatever ``[N,
+            T]`` would be is never
             gathered: make statistics of the table, then spread them on the local rows.
 
-        Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the answer is
-        TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table. With ``update.dead_groups: resample`` it is also
-        asked what it would teach (on what is kept so far and the groups of one more round, rewards only), and then once on what stays.
+        Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the
+        answer is TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table. With
+        ``update.dead_groups: resample`` it is also asked what it would teach (on what is kept so far and the groups of
+        one more round, rewards only), and then once on what stays.
         """
         rule: Any = self.algorithm.advantage
         if rule is None:
@@ -273,7 +277,7 @@ class LabTrainer(ResumableTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
 
-    # -- what the rooms may ask (``ports.StepPort``) --------------------------------------------------------------------
+    # -- what the rooms may ask (``ports.StepPort``) -------------------------------------------------------------------
 
     @property
     def replaces_trls_advantages(self) -> bool:

@@ -23,7 +23,8 @@ class DrGRPOTrainer(LabTrainer):
 
 
 class PPOTrainer(LabTrainer):
-    """PPO with a value model (arXiv 1707.06347): GAE, clipped policy and value losses; the critic is ``LabConfig.value``."""
+    """PPO with a value model (arXiv 1707.06347): GAE, clipped policy and value losses; the critic is
+    ``LabConfig.value``."""
 
     objective = "ppo"
 
@@ -31,10 +32,11 @@ class PPOTrainer(LabTrainer):
 class KimiTrainer(LabTrainer):
     """Kimi k1.5 (arXiv 2501.12599): mirror descent with an optimizer reset, and the length reward after a warm-up.
 
-    ``reward_funcs`` unset: accuracy, or the reward that an environment owns. The length reward is added to what is given,
-    unless a ``KimiLengthReward`` is among it; its correctness comes from ``accuracy_reward``, or from the only reward given. Weight, warm-up and τ are
-    undisclosed, so these are ours; τ is ``objective={"name": "mirror_descent", "tau": …}``. An iteration is a generation
-    batch: give it several updates with ``steps_per_generation`` or ``num_iterations``.
+    ``reward_funcs`` unset: accuracy, or the reward that an environment owns. The length reward is added to what is
+    given, unless a ``KimiLengthReward`` is among it; its correctness comes from ``accuracy_reward``, or from the only
+    reward given. Weight, warm-up and τ are undisclosed, so these are ours; τ is ``objective={"name": "mirror_descent",
+    "tau": …}``. An iteration is a generation batch: give it several updates with ``steps_per_generation`` or
+    ``num_iterations``.
     """
 
     objective = "mirror_descent"
@@ -55,10 +57,11 @@ class KimiTrainer(LabTrainer):
 class R1ZeroTrainer(LabTrainer):
     """DeepSeek-R1-Zero (arXiv 2501.12948): GRPO with accuracy and format rewards of equal weight.
 
-    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format; an environment that owns its reward counts as given. R1 adds the language-consistency reward in its first
-    RL stage: set ``language`` in a subclass (``"en"``, or ``"prompt"`` for the prompt's language), or pass
-    ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001, temperature 1, 16 completions a question,
-    32 questions a step, reference replaced every 400 steps (``reference_every``).
+    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format; an environment that owns its reward counts as
+    given. R1 adds the language-consistency reward in its first RL stage: set ``language`` in a subclass (``"en"``, or
+    ``"prompt"`` for the prompt's language), or pass ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001,
+    temperature 1, 16 completions a question, 32 questions a step, reference replaced every 400 steps
+    (``reference_every``).
     """
 
     objective = "grpo"

@@ -1,6 +1,7 @@
 """What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor.
 
-Callbacks of ours come before all others (which may write a checkpoint, or look at the optimizer); that order is fixed here, too.
+Callbacks of ours come before all others (which may write a checkpoint, or look at the optimizer); that order is fixed
+here, too.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Parts:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it takes."""
+        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it
+        takes."""
         self.weight_schedules.apply()
         self.guard.before_generation()
         if training:
@@ -115,7 +117,8 @@ class Parts:
             self.optimizer_reset.before_generation()
 
     def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
-        """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one of all."""
+        """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one
+        of all."""
         entries: dict[str, Any] = {}
         asked: dict[str, Callable[[], Any]] = {
             "sampler": self.prompts.state,

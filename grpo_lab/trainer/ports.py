@@ -1,8 +1,8 @@
 """What acts on a step gets these in place of the trainer: small values, a recorder, and what it may ask for.
 
-The rooms below ``lab_trainer.py`` do not know ``LabTrainer``. They say here what they need of whoever runs the step, so that a reader
-sees what may pass between them and a test can stand in for it. The few that operate TRL's own object (``resume/``, the server's
-checkpoint, the thinking rollout) take a ``trl.GRPOTrainer`` and say so.
+The rooms below ``lab_trainer.py`` do not know ``LabTrainer``. They say here what they need of whoever runs the step, so
+that a reader sees what may pass between them and a test can stand in for it. The few that operate TRL's own object
+(``resume/``, the server's checkpoint, the thinking rollout) take a ``trl.GRPOTrainer`` and say so.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ OF_BATCH = ("reward", "log_prob", "advantage")
 class Faults:
     """What was not finite in the generation batches of this rank, for the guard of the optimizer step (``step.guard``).
 
-    Generation batches are counted here: what is made between two micro-batches is one (TRL's ``_step`` stands still where a
-    subclass writes ``training_step`` by itself).
+    Generation batches are counted here: what is made between two micro-batches is one (TRL's ``_step`` stands still
+    where a subclass writes ``training_step`` by itself).
 
     Attributes:
         batch: number of the batch at hand; 0: none was made yet.
@@ -172,7 +172,8 @@ class Recorder:
         speaks: whether this process may speak.
 
     Attributes:
-        faults: what was not finite, where a guard is in force (``guard``); None: it is an error at once, as it always was.
+        faults: what was not finite, where a guard is in force (``guard``); None: it is an error at once, as it always
+            was.
     """
 
     faults: Faults | None = None
@@ -207,7 +208,8 @@ class Recorder:
 class StepPort(Protocol):
     """What prompts, scoring and the update may ask of the run, all of it. ``LabTrainer`` is one.
 
-    mypy holds ``prompts/``, ``scoring/`` and ``step/`` to this list (``pyproject.toml``): whoever needs more of TRL writes it down here.
+    mypy holds ``prompts/``, ``scoring/`` and ``step/`` to this list (``pyproject.toml``): whoever needs more of TRL
+    writes it down here.
     """
 
     # the algorithm in force, what is recorded and said

@@ -1,9 +1,9 @@
 """The rows of one optimizer step: this rank's as a table, bins cut from it, and what every rank knows of all rows.
 
 TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
-Here they become a table with one row per completion; a bin is some rows of it, each written contiguously (prompt directly
-followed by completion) and padded on the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers
-(``RowNumbers``).
+Here they become a table with one row per completion; a bin is some rows of it, each written contiguously (prompt
+directly followed by completion) and padded on the right to the longest row *of the bin*. Of rows elsewhere a rank knows
+a few whole numbers (``RowNumbers``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from grpo_lab.trainer.ranks.places import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 from grpo_lab.update import Rows, live_rows
 
-#: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
+#: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too
+#: (``loss_type="vespo"``)
 FILL = {"importance_sampling_ratio": 1}
 
 
@@ -30,12 +31,13 @@ FILL = {"importance_sampling_ratio": 1}
 class Bin:
     """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
 
-    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool outputs). ``attention_mask``
-    ``[n, L]`` only where a mask has a hole, to which no token attends: padding stands on the right, where a causal model does not look.
-    ``fields`` are the table's per-row tensors cut to the bin, per-token ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for
-    each completion token, its log-prob among the ``L - 1`` of the forward. ``micro_batch`` long ``[n]``: which one of the step TRL had
-    the row in; ``token_count`` float ``[n]``: TRL's token denominator of the row's generation batch (both where the step's numbers
-    are known, see ``row_numbers``).
+    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool
+    outputs). ``attention_mask`` ``[n, L]`` only where a mask has a hole, to which no token attends: padding stands on
+    the right, where a causal model does not look. ``fields`` are the table's per-row tensors cut to the bin, per-token
+    ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for each completion token, its log-prob among the ``L - 1`` of the
+    forward. ``micro_batch`` long ``[n]``: which one of the step TRL had the row in; ``token_count`` float ``[n]``:
+    TRL's token denominator of the row's generation batch (both where the step's numbers are known, see
+    ``row_numbers``).
     """
 
     input_ids: Tensor
@@ -59,8 +61,8 @@ class RowTable:
     """``N`` rows: prompts left-padded to P, completions right-padded to T, and what belongs to each row.
 
     ``offset`` is the position index that TRL's padding gives the first prompt token of the row (TRL feeds no position
-    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]`` that
-    follow the completion.
+    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]``
+    that follow the completion.
     """
 
     fields: dict[str, Tensor]
@@ -80,7 +82,8 @@ class RowTable:
         return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order; the same on every rank. Everything travels: a step exchanges only what moves (``exchange``)."""
+        """The rows of all ranks, in rank order; the same on every rank. Everything travels: a step exchanges only what
+        moves (``exchange``)."""
         if accelerator.num_processes == 1:
             return self
         fields = {}
@@ -113,8 +116,8 @@ class RowTable:
         """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
 
         Args:
-            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding at
-                generation would be padded past them; padding stops at the last one.
+            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
+                at generation would be padded past them; padding stops at the last one.
         """
         index = torch.tensor(rows or [0], device=self.offset.device)
         prompt, completion = (lengths[index] for lengths in self.lengths)
@@ -286,6 +289,7 @@ def _check_alike(kinds: Tensor, table: RowTable) -> None:
     if bool((kinds != kinds[0]).any()):
         fields = ", ".join(f"{name} ({value.dtype})" for name, value in sorted(table.fields.items()))
         raise RuntimeError(
-            f"the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has {fields}. Give every rank "
+            f"the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has {fields}. "
+            "Give every rank "
             "the same ones, in every micro-batch, or set `update: off`, where no row moves"
         )

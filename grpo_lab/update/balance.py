@@ -2,15 +2,15 @@
 
 The cost model. A bin of `m` rows whose longest row has `l` tokens is a tensor of `m × l` positions: that is what the
 forward and backward compute. The k-th bins of all ranks run together (with FSDP every forward is a collective), so a
-*round* of R bins lasts as long as its largest bin, and every round costs a fixed overhead `o` (kernel launches, parameter
-gathers), measured in tokens:
+*round* of R bins lasts as long as its largest bin, and every round costs a fixed overhead `o` (kernel launches,
+parameter gathers), measured in tokens:
 
     cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
 
-Contiguous cuts are enough. Take any bins, order them by their longest row, and refill the same bin sizes, in that order,
-from the rows sorted by length. All rows longer than the k-th bin's longest sat in the k-1 bins before it, so at most
-Σ_{i<k} m_i rows are longer, and the k-th bin of the refill starts with a row that is no longer than before: no bin grew.
-Hence the cheapest plan is a way to cut the sorted list, and only the cut points are searched:
+Contiguous cuts are enough. Take any bins, order them by their longest row, and refill the same bin sizes, in that
+order, from the rows sorted by length. All rows longer than the k-th bin's longest sat in the k-1 bins before it, so at
+most Σ_{i<k} m_i rows are longer, and the k-th bin of the refill starts with a row that is no longer than before: no bin
+grew. Hence the cheapest plan is a way to cut the sorted list, and only the cut points are searched:
 
 * one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
 * several ranks: for a given number of rounds K, the smallest footprint F for which K·R bins suffice (`even_cuts`; the
@@ -138,8 +138,8 @@ def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> In
 def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints]:
     """Round and rank of every bin: (rounds [b], ranks [b]).
 
-    Bins of like footprint share a round, the largest first (the memory peak comes at once, not late). Within a round the
-    rank with the fewest live tokens so far gets the bin with the most.
+    Bins of like footprint share a round, the largest first (the memory peak comes at once, not late). Within a round
+    the rank with the fewest live tokens so far gets the bin with the most.
     """
     sizes = footprints(lengths, starts)
     live = np.add.reduceat(lengths, starts)
@@ -193,9 +193,10 @@ def bring_home(
 ) -> Ints:
     """Swap rows so that more of them are computed on the rank that holds them; returns the new bin of every row [n].
 
-    A row away from home changes places with one that is away on its home rank, if each fits into the other's bin without making its
-    round longer or passing the budget, and neither rank then has more live tokens than `EVEN_ENOUGH` × mean or than the fuller
-    of the two had. Of several the one that comes home itself, then the one most alike in length. No swap takes a row from home.
+    A row away from home changes places with one that is away on its home rank, if each fits into the other's bin
+    without making its round longer or passing the budget, and neither rank then has more live tokens than `EVEN_ENOUGH`
+    × mean or than the fuller of the two had. Of several the one that comes home itself, then the one most alike in
+    length. No swap takes a row from home.
     """
     bin_of = bin_of.copy()
     _, limit = _limits(lengths, bin_of, rounds, budget)

@@ -2,16 +2,16 @@
 
 A row's policy loss is a sum over its tokens of (advantage × something). With advantage exactly 0 on every token the row
 adds exactly 0 to the loss and to the gradient, so computing it buys nothing. That is only true while no other term of
-the loss reads the row and while no row's value depends on which other rows share its micro-batch. `LiveConditions` lists
-everything that could break either half; the trainer fills it from what the run really uses, and the two questions below
-answer with a sentence for the log.
+the loss reads the row and while no row's value depends on which other rows share its micro-batch. `LiveConditions`
+lists everything that could break either half; the trainer fills it from what the run really uses, and the two questions
+below answer with a sentence for the log.
 
-Rewards may contain a KL penalty: it is part of the advantage and no condition here. Neither is gradient clipping, weight
-decay, momentum or the learning rate: they act on the summed gradient, which stays the same.
+Rewards may contain a KL penalty: it is part of the advantage and no condition here. Neither is gradient clipping,
+weight decay, momentum or the learning rate: they act on the summed gradient, which stays the same.
 
-Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask, and the masks of the others neither
-know of it nor of the batch that they share: without it, and in other batches, the joint distribution of what the rows add is the
-same. So dropout stands in the way only of a run that wants TRL's very draws (`same_draws`).
+Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask, and the masks of the others
+neither know of it nor of the batch that they share: without it, and in other batches, the joint distribution of what
+the rows add is the same. So dropout stands in the way only of a run that wants TRL's very draws (`same_draws`).
 """
 
 from __future__ import annotations
@@ -80,27 +80,37 @@ class LiveConditions:
 
 #: condition → the sentence for the log
 _NEED_STOCK: dict[str, str] = {
-    "local_average": "the average `{value}` divides by the tokens of its own micro-batch (as loss_type='bnpo'), so its value depends on "
+    "local_average": "the average `{value}` divides by the tokens of its own micro-batch (as loss_type='bnpo'), so "
+    "its value depends on "
     "which rows share one; `token_mean` (loss_type='dapo') divides by all of them",
-    "moe_aux_loss": "the load-balancing loss of the experts (router_aux_loss_coef={value}) reads every token; 0 switches it off",
+    "moe_aux_loss": "the load-balancing loss of the experts (router_aux_loss_coef={value}) reads every token; 0 "
+    "switches it off",
     "dropout": "dropout is active (p={value}), and its masks are to be the ones that TRL draws in its own batches "
-    "(`update.randomness: same_draws`, the default while `objective` is unset); set `update.randomness: same_distribution` "
+    "(`update.randomness: same_draws`, the default while `objective` is unset); set `update.randomness: "
+    "same_distribution` "
     "for other masks of the same distribution, or switch it off (disable_dropout=True, lora_dropout=0)",
-    "shared_dropout": "a dropout mask is shared by all rows of a micro-batch (p={value}: rank_dropout or module_dropout of an adapter, "
+    "shared_dropout": "a dropout mask is shared by all rows of a micro-batch (p={value}: rank_dropout or "
+    "module_dropout of an adapter, "
     "or whole channels), so rows in other batches are random together in another way; 0 switches it off",
-    "layer_drop": "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn anew for each "
+    "layer_drop": "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn "
+    "anew for each "
     "micro-batch, for all of its rows; layerdrop=0 there switches it off",
-    "router_noise": "noise is added in the experts' routing (router_jitter_noise={value} in the model's config; DBRX calls it "
+    "router_noise": "noise is added in the experts' routing (router_jitter_noise={value} in the model's config; DBRX "
+    "calls it "
     "moe_jitter_eps), and it depends on the layout of the micro-batches; 0.0 there switches it off",
-    "random_forward": "the model's forward drew random numbers in the first step that no dropout setting tells of, so it may depend on "
+    "random_forward": "the model's forward drew random numbers in the first step that no dropout setting tells of, "
+    "so it may depend on "
     "the layout of the micro-batches",
-    "embedding_noise": "noise is added to the embeddings (neftune_noise_alpha={value}), as large as the padded width of a micro-batch "
+    "embedding_noise": "noise is added to the embeddings (neftune_noise_alpha={value}), as large as the padded width "
+    "of a micro-batch "
     "makes it; None switches it off",
     "mixed_rows": "a row's output depends on the other rows of its batch: {value}",
     "moved_positions": "a row cannot be re-aligned without changing its log-probs: {value}",
-    "state_reads_padding": "the model carries a recurrent state through padding, which it does not mask, so a row's log-probs depend on "
+    "state_reads_padding": "the model carries a recurrent state through padding, which it does not mask, so a row's "
+    "log-probs depend on "
     "how far it is padded (no setting changes that)",
-    "multimodal": "the model takes images, and the data may bring some (a column of images, prompts that are not plain text, tools, an "
+    "multimodal": "the model takes images, and the data may bring some (a column of images, prompts that are not "
+    "plain text, tools, an "
     "environment), which are not one tensor row per row",
 }
 #: conditions that hold as they are where the distribution is enough
@@ -120,16 +130,16 @@ def _first_broken(table: dict[str, str], conditions: LiveConditions) -> str | No
 
 
 def why_stock_batches(conditions: LiveConditions) -> str | None:
-    """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient (with
-    dropout and without `same_draws`: a gradient of the same distribution)."""
+    """Why the micro-batches must stay as TRL cut them, or None where any grouping of the rows gives the same gradient
+    (with dropout and without `same_draws`: a gradient of the same distribution)."""
     return _first_broken(_NEED_STOCK, conditions)
 
 
 def why_all_rows(conditions: LiveConditions) -> str | None:
     """Why no row may be left out, or None where leaving out rows with zero advantage is exact.
 
-    Every reason of `why_stock_batches` counts here too. The other direction does not hold: with a KL term every row must
-    be computed, but in any grouping.
+    Every reason of `why_stock_batches` counts here too. The other direction does not hold: with a KL term every row
+    must be computed, but in any grouping.
     """
     return why_stock_batches(conditions) or _first_broken(_NEED_ALL_ROWS, conditions)
 
@@ -140,8 +150,8 @@ def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor
     live_i = some token t has mask_{i,t} ≠ 0 and advantage_{i,t} ≠ 0.
 
     advantages: [N], one value a row, or [N, T] (or [N, 1]). loss_mask: [N, T], 0 where the loss does not look (padding,
-    tool outputs, masked truncated completions). A NaN advantage is ≠ 0: its row stays and the NaN reaches the loss, where
-    it is seen, as in stock TRL. No tolerance: 1e-30 is live.
+    tool outputs, masked truncated completions). A NaN advantage is ≠ 0: its row stays and the NaN reaches the loss,
+    where it is seen, as in stock TRL. No tolerance: 1e-30 is live.
     """
     if loss_mask.dim() != 2:
         raise ValueError(f"loss_mask must be [rows, tokens]; got shape {tuple(loss_mask.shape)}.")

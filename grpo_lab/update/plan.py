@@ -127,14 +127,14 @@ def plan_update(
 ) -> Plan:
     """Distribute the live rows over ranks and bins.
 
-    Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer than
-    max_tokens has a bin by itself; the same number of bins (≥ 1) on every rank; the same table gives the same plan, and
-    a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
+    Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer
+    than max_tokens has a bin by itself; the same number of bins (≥ 1) on every rank; the same table gives the same
+    plan, and a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
 
     max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, expressed in tokens;
-    larger gives fewer, wider bins. keep_home: leave rows on the rank that holds them where that makes no round longer (each rank holds
-    as many rows of the table, in order). Other rows then share a bin: the same gradient up to rounding, fewer bytes moved. What
-    it is worth stands in docs/benchmarks.md; the trainer does not ask for it.
+    larger gives fewer, wider bins. keep_home: leave rows on the rank that holds them where that makes no round longer
+    (each rank holds as many rows of the table, in order). Other rows then share a bin: the same gradient up to
+    rounding, fewer bytes moved. What it is worth stands in docs/benchmarks.md; the trainer does not ask for it.
     """
     for name, value, least in (
         ("num_ranks", num_ranks, 1),

@@ -1,7 +1,7 @@
 """Which rows of a planned step leave the rank that holds them, and how wide they travel. Pure: the same on every rank.
 
-A rank holds the rows that it generated (`rows_per_rank` in a row of the table). Those that the plan computes elsewhere are
-handed over, and what is made of them may be handed back the same way. A row travels as wide as the bin that it goes
+A rank holds the rows that it generated (`rows_per_rank` in a row of the table). Those that the plan computes elsewhere
+are handed over, and what is made of them may be handed back the same way. A row travels as wide as the bin that it goes
 to: what lies beyond is never read there.
 """
 
@@ -21,8 +21,8 @@ Ints = NDArray[np.int64]
 class Routes:
     """All planned rows, in the order of the table.
 
-    rows [M]: table index. homes [M]: the rank that holds the row. ranks [M]: the rank that computes it. widths [M]: completion tokens of the
-    longest completion of its bin, ≥ 1.
+    rows [M]: table index. homes [M]: the rank that holds the row. ranks [M]: the rank that computes it. widths [M]:
+    completion tokens of the longest completion of its bin, ≥ 1.
     """
 
     rows: Ints
@@ -48,7 +48,8 @@ class Routes:
         return moved
 
     def chosen(self, where: NDArray[np.bool_], by: Ints) -> Routes:
-        """Rows `where`, those of one rank of `by` together, ranks ascending: the order of the messages at either end."""
+        """Rows `where`, those of one rank of `by` together, ranks ascending: the order of the messages at either
+        end."""
         at = np.flatnonzero(where)
         at = at[np.argsort(by[at], kind="stable")]
         return Routes(self.rows[at], self.homes[at], self.ranks[at], self.widths[at])

@@ -66,13 +66,15 @@ _NUMBER_THEN_WORDS = re.compile(
 )
 UNITS_WORDS = (
     "m cm mm km g kg mg s h hr hrs min mins sec secs L l ml mL ft in lb lbs oz mph kmh kph usd eur dollars dollar "
-    "cents cent euros pounds degrees degree deg circ units unit hours hour minutes minute seconds second days day weeks week "
+    "cents cent euros pounds degrees degree deg circ units unit hours hour minutes minute seconds second days day "
+    "weeks week "
     "months month years year meters meter metres miles mile feet foot inches inch"
 )
 UNITS = frozenset(UNITS_WORDS.split())
 # Abbreviations that could be a product of variables where they touch the number: units only after a space.
 _SPACED_UNITS_WORDS = (
-    "mi yd yds gal qt pt sq cu kB MB GB TB kW kWh MW Wh hp kcal cal mol kPa Pa kN Hz kHz MHz GHz atm bar psi ha am pm rpm "
+    "mi yd yds gal qt pt sq cu kB MB GB TB kW kWh MW Wh hp kcal cal mol kPa Pa kN Hz kHz MHz GHz atm bar psi ha am "
+    "pm rpm "
     "bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
 )
 SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())

@@ -3,8 +3,8 @@ r"""Numbers that need no sympy: decimals, fractions, mixed numbers, with the ver
     one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}
     several      3, 4     9999.86, 9999\frac{6}{7}
 
-math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals (`decimals_compared`;
-its default is always 6, which makes .0000672 equal to .0000673). So
+math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals
+(`decimals_compared`; its default is always 6, which makes .0000672 equal to .0000673). So
 
     both decimals: a = b exactly                 -> equal
                    both integers, a != b         -> not equal
@@ -15,8 +15,8 @@ its default is always 6, which makes .0000672 equal to .0000673). So
     values further apart than `_FAR`             -> not equal; of several numbers beside one: each further apart
     otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not in this
-small grammar, to the last character, is undecided.
+Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not
+in this small grammar, to the last character, is undecided.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """True or False where the verdict is certain, None where it is math-verify's to give. Both in canonical spelling."""
+    """True or False where the verdict is certain, None where it is math-verify's to give. Both in canonical
+    spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain

@@ -1,6 +1,7 @@
 """A checker of natural deduction for classical propositional logic (Gentzen's rules, Fitch's layout).
 
-    1. p -> q [premise]              a line: number, one | for each open assumption, formula, rule with the lines it rests on
+    1. p -> q [premise]              a line: number, one | for each open assumption, formula, rule with the lines it
+      rests on
     2. q -> r [premise]
     3. | p [assume]                  opens a part that holds under p
     4. | q [->e 1,3]
@@ -13,16 +14,17 @@
     ~e m,n        # of ~A and A       ~i a-b   ~A of A … #
     #e m          anything of #       ~~e m    A of ~~A          raa a-b   A of ~A … #
 
-A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof ends
-with the goal under no assumption. The order of m and n does not matter.
+A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof
+ends with the goal under no assumption. The order of m and n does not matter.
 
 Formulas are read from, and written in, this form:
 
     atom   a single letter a … z but v          ~A  ¬A  not          A & B  ∧  and
     #  ⊥   the false one                        A v B  ∨  or         A -> B  →  implies, to the right
 
-``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign needs no brackets; the reading is ``(p & q) & r`` and
-``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
+``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign needs no brackets; the reading is ``(p & q) & r``
+and ``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``,
+``("->", A, B)``.
 """
 
 from __future__ import annotations

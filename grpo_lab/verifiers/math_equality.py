@@ -106,7 +106,8 @@ class MathVerifier:
         self.pool.close()
 
     def warm_up(self, golds: Sequence[str]) -> None:
-        """Starts math-verify's imports beside this process, where one of these golds may need it: most numbers never do."""
+        """Starts math-verify's imports beside this process, where one of these golds may need it: most numbers never
+        do."""
         spelled = (self._spelled(gold) for gold in golds)
         if any(kind_of_gold(gold) is GoldKind.MATH and compare_numbers(gold, gold) is None for gold in spelled):
             self.pool.warm_up()

@@ -61,8 +61,8 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 class Quantity:
     """`value` (of `35%`: 35), where it ends in the text, and how it is written.
 
-    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula
-    would be a variable.
+    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a
+    formula would be a variable.
     """
 
     value: Fraction
@@ -255,7 +255,8 @@ class _Reader:
         return True
 
     def _part_of(self, name: str, end: int) -> bool:
-        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless they are `3 quarters of` something."""
+        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless they are `3 quarters of`
+        something."""
         one = {"halves": "half"}.get(name, name.removesuffix("s"))
         if one not in _PARTS or self.part:
             return False

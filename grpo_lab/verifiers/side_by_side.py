@@ -1,4 +1,5 @@
-r"""How a gold and an answer are read before they are compared: numbers in words as figures, percents, one answer or many.
+r"""How a gold and an answer are read before they are compared: numbers in words as figures, percents, one answer or
+many.
 
     gold 12000000   answer "12\text{ million}"               -> 12000000
     gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)
@@ -52,7 +53,8 @@ MANY = "several answers beside one"
 def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -> str:
     r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`; others as they are.
 
-    `letters`: also `5k` -> `5000`, where no variable can be meant. `unit`: what is counted in, `7 dozen` -> `7` in dozens.
+    `letters`: also `5k` -> `5000`, where no variable can be meant. `unit`: what is counted in, `7 dozen` -> `7` in
+    dozens.
     """
     flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
     share = _share(flat)
@@ -150,7 +152,8 @@ def _beside_number(gold: str, answer: str) -> str:
 
 
 def _without_compound_unit(text: str, letters: bool = False) -> str:
-    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`, where no variable can be meant."""
+    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`, where no variable can be
+    meant."""
     found = read_quantity(text)
     if found is None or not found.plain:
         return text
@@ -167,8 +170,8 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
 
 
 def parts_of(answer: str) -> list[str]:
-    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` and before a further equation, outside of
-    brackets and matrices.
+    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` and before a further equation,
+    outside of brackets and matrices.
     """
     if r"\begin" in answer:
         return [answer]

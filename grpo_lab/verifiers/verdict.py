@@ -1,6 +1,7 @@
 """What a mathematical comparison can come to, and what a score is.
 
-A score, for training, samplers, pass rates, the length reward and evaluation alike, is a number or None, correct from 1 on.
+A score, for training, samplers, pass rates, the length reward and evaluation alike, is a number or None, correct from 1
+on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ CORRECT_FROM = 1.0
 
 
 def as_number(value: Any) -> float | None:
-    """A score as Python's own float (numpy's and torch's numbers are taken, too), ±inf where it is too large for one; None stays.
+    """A score as Python's own float (numpy's and torch's numbers are taken, too), ±inf where it is too large for one;
+    None stays.
 
     Raises:
         TypeError, ValueError, RuntimeError: it is no number. Text is none, even if it could be read as one.
@@ -88,7 +90,8 @@ def _checked(value: Any, place: int, who: str, infinite: bool, nan: bool) -> flo
     if found is None or math.isfinite(found) or (nan if math.isnan(found) else infinite):
         return found
     raise ValueError(
-        f"{who} returned {_shown(value)} for completion {place}; allowed are finite numbers, or None for a completion that cannot be "
+        f"{who} returned {_shown(value)} for completion {place}; allowed are finite numbers, or None for a "
+        "completion that cannot be "
         "scored"
     )
 

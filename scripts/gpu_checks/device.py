@@ -23,7 +23,8 @@ PACKAGES = (
     "liger_kernel",
 )
 _FLOPS = {gpu.name.split()[0]: gpu.flops for gpu in GPUS}
-#: part of the device's name → bf16 FLOP/s without sparsity (accumulated in float32), and the data sheet. The first that fits counts.
+#: part of the device's name → bf16 FLOP/s without sparsity (accumulated in float32), and the data sheet. The first that
+#: fits counts.
 PEAKS: tuple[tuple[str, float, str], ...] = (
     ("H100 PCIe", 756e12, "NVIDIA H100 PCIe product brief"),
     ("H100 NVL", 835e12, "NVIDIA H100 data sheet, NVL"),

@@ -1,10 +1,12 @@
-"""Stock TRL and ours on the same scripted rollouts, on this device, in float32 and bfloat16: the test suite's harness and bounds.
+"""Stock TRL and ours on the same scripted rollouts, on this device, in float32 and bfloat16: the test suite's harness
+and bounds.
 
-float32: the final weights' movements differ by at most what rounding makes of this run (``tests/tolerance.movement_gap``: rounding of
-the weights, and the log-probs' error in each step, from the unit roundoff and the number of additions).
-bfloat16 (autocast, float32 weights): the yardstick is stock's own rounding, the distance of its bfloat16 run from its float32 run. Ours
-is another draw of errors of that size (other shapes, other attention kernels), so both distances, ours from stock's float32 run and
-the two bfloat16 runs from each other (√2 of one's error), are at most twice the yardstick.
+float32: the final weights' movements differ by at most what rounding makes of this run
+(``tests/tolerance.movement_gap``: rounding of the weights, and the log-probs' error in each step, from the unit
+roundoff and the number of additions). bfloat16 (autocast, float32 weights): the yardstick is stock's own rounding, the
+distance of its bfloat16 run from its float32 run. Ours is another draw of errors of that size (other shapes, other
+attention kernels), so both distances, ours from stock's float32 run and the two bfloat16 runs from each other (√2 of
+one's error), are at most twice the yardstick.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ STOCK: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
     "dapo": {"loss_type": "dapo"},
 }
-#: bfloat16: two passes, so that ratios leave 1; none comes near a clip, which one draw of rounding would cut and another not
+#: bfloat16: two passes, so that ratios leave 1; none comes near a clip, which one draw of rounding would cut and
+#: another not
 MOVES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4}
 
 
 def models(setting: Setting) -> Path:
-    """A random Qwen2 whose heads are of 64, as Qwen2.5's (tiny: of 8), so that a GPU takes its usual attention kernels."""
+    """A random Qwen2 whose heads are of 64, as Qwen2.5's (tiny: of 8), so that a GPU takes its usual attention
+    kernels."""
     folder = setting.folder / "parity"
     if not folder.exists():
         sizes = {"hidden_size": 32} if setting.tiny else {"hidden_size": 256, "num_layers": 4}

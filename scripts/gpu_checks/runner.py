@@ -1,4 +1,5 @@
-"""Sections one after the other within a time budget: a section that fails, is missing or does not fit says so, and the others go on."""
+"""Sections one after the other within a time budget: a section that fails, is missing or does not fit says so, and the
+others go on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """``tiny``: models that a CPU trains in a second. ``deadline``: on ``time.monotonic()``'s clock. ``folder``: scratch."""
+    """``tiny``: models that a CPU trains in a second. ``deadline``: on ``time.monotonic()``'s clock. ``folder``:
+    scratch."""
 
     tiny: bool
     device: str
@@ -41,8 +43,8 @@ class Setting:
 class Section:
     """``seconds``: what it takes at most on an H100, guessed; ``tiny_seconds``: in its tiny form on two CPU cores.
 
-    ``apart``: in a process of its own, because what it starts (an engine, a process group) is not given back while the process
-    lives. ``needs``: packages without which there is nothing to measure. ``gpu_only``: why a CPU cannot run it.
+    ``apart``: in a process of its own, because what it starts (an engine, a process group) is not given back while the
+    process lives. ``needs``: packages without which there is nothing to measure. ``gpu_only``: why a CPU cannot run it.
     """
 
     name: str
@@ -57,7 +59,8 @@ class Section:
 def run_all(
     sections: Sequence[Section], setting: Setting, here: bool, told: Callable[[str], None]
 ) -> dict[str, Outcome]:
-    """name → outcome: ``status`` (ok, failed, skipped, not installed), ``seconds``, ``rows``, and ``error`` or ``reason``.
+    """name → outcome: ``status`` (ok, failed, skipped, not installed), ``seconds``, ``rows``, and ``error`` or
+    ``reason``.
 
     ``here``: in this process whatever a section asks for (the process that was started for one is such a place).
     """

@@ -1,7 +1,8 @@
-"""The update's seconds, tokens a second, MFU and peak memory: stock and ours on fixed rollouts, plain, with checkpointing, with LoRA.
+"""The update's seconds, tokens a second, MFU and peak memory: stock and ours on fixed rollouts, plain, with
+checkpointing, with LoRA.
 
-Float32 weights under bfloat16 autocast (TRL's default) on a GPU, float32 on a CPU; AdamW; the lengths of real GSM8K model outputs.
-Generation is scripted and not timed, and the first step of a run is not either.
+Float32 weights under bfloat16 autocast (TRL's default) on a GPU, float32 on a CPU; AdamW; the lengths of real GSM8K
+model outputs. Generation is scripted and not timed, and the first step of a run is not either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LEAST_SECONDS = 15.0
 
 
 def update_of(shape: str) -> Any:
-    """The section of one shape: variants × dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
+    """The section of one shape: variants × dead shares × sides, one row each; a run that breaks (memory) is an
+    ``error`` row."""
 
     def section(setting: Setting) -> list[Row]:
         rows: list[Row] = []
@@ -42,7 +44,8 @@ def update_of(shape: str) -> Any:
 
 
 def cells(setting: Setting, shape: str) -> list[tuple[str, float]]:
-    """(variant, dead share). Tiny: one shape stands for both, so the second is asked for once, and dead groups beside every variant."""
+    """(variant, dead share). Tiny: one shape stands for both, so the second is asked for once, and dead groups beside
+    every variant."""
     every = [(variant, share) for variant in VARIANTS for share in DEAD_SHARES]
     if not setting.tiny:
         return every

@@ -1,9 +1,10 @@
-"""A whole optimizer step, stock and ours: seconds and the share of each part, rollout tokens a second, and the gap after a weight sync.
+"""A whole optimizer step, stock and ours: seconds and the share of each part, rollout tokens a second, and the gap
+after a weight sync.
 
-Parts: *sync* (weights into the engine), *generate* (completions), *score* (rewards, advantages, and in stock TRL the forward passes for
-the importance correction), *update* (everything else between two optimizer steps). Random weights never end a completion, so all
-have full length: no padding counts in our favour. A set share of groups is dead. The first two steps, in which ours also proves the sync
-(the gap), are not timed.
+Parts: *sync* (weights into the engine), *generate* (completions), *score* (rewards, advantages, and in stock TRL the
+forward passes for the importance correction), *update* (everything else between two optimizer steps). Random weights
+never end a completion, so all have full length: no padding counts in our favour. A set share of groups is dead. The
+first two steps, in which ours also proves the sync (the gap), are not timed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def reward(completion_ids: list[list[int]], number: list[int], **_: Any) -> list
 
 
 def model_folder(setting: Setting) -> Path:
-    """The 0.5B shape with random weights; the tokenizer is the small one of the tests, whose ids are the first of the model's."""
+    """The 0.5B shape with random weights; the tokenizer is the small one of the tests, whose ids are the first of the
+    model's."""
     folder = setting.folder / "engine"
     if not folder.exists():
         build(folder, "tiny" if setting.tiny else "0.5B")
@@ -85,7 +87,8 @@ def model_folder(setting: Setting) -> Path:
 
 
 def arguments(setting: Setting, engine: bool, sleep: bool) -> dict[str, Any]:
-    """The learning rate moves weights by more than bfloat16 rounds away, so that an engine that was not told would show."""
+    """The learning rate moves weights by more than bfloat16 rounds away, so that an engine that was not told would
+    show."""
     tokens = 16 if setting.tiny else 256 if engine else 64
     vllm = {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": sleep,

@@ -2,10 +2,11 @@
 
     needed = passes × Σ over live rows of [ T · (2 · P + a(T)) + C · 2 · V · h ]      MFU = needed / (seconds × peak)
 
-T: tokens of a row, C: of its completion; P: parameters of all layers; a(T) = L · 2 · h · T: causal attention, scores and weighted sum;
-V · h: the LM head, on completion tokens alone. passes = 3: forward, and a backward of twice that (with an adapter 2: no gradient of
-the frozen matrices). Dead rows, padding and what checkpointing computes again are not counted, the same for both sides, so a side
-that computes them has the lower MFU; ``computed`` of a row tells how many tokens it sent through the model.
+T: tokens of a row, C: of its completion; P: parameters of all layers; a(T) = L · 2 · h · T: causal attention, scores
+and weighted sum; V · h: the LM head, on completion tokens alone. passes = 3: forward, and a backward of twice that
+(with an adapter 2: no gradient of the frozen matrices). Dead rows, padding and what checkpointing computes again are
+not counted, the same for both sides, so a side that computes them has the lower MFU; ``computed`` of a row tells how
+many tokens it sent through the model.
 """
 
 from __future__ import annotations

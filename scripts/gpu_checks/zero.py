@@ -1,7 +1,8 @@
-"""DeepSpeed: the exact update under ZeRO-2 and ZeRO-3 against one plain process, by ``accelerate launch`` with the recipes' files.
+"""DeepSpeed: the exact update under ZeRO-2 and ZeRO-3 against one plain process, by ``accelerate launch`` with the
+recipes' files.
 
-One process on a GPU, two gloo ranks on a CPU (``DS_ACCELERATOR=cpu``); float32. Worker, rollouts and bound are the test suite's
-(``tests/distributed``): what another order of float32 sums may make of the movement.
+One process on a GPU, two gloo ranks on a CPU (``DS_ACCELERATOR=cpu``); float32. Worker, rollouts and bound are the test
+suite's (``tests/distributed``): what another order of float32 sums may make of the movement.
 """
 
 from __future__ import annotations

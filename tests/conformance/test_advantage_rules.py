@@ -25,7 +25,8 @@ class Row:
     Args:
         dead_is_zero: a group of equal rewards gets exactly 0.
         shift: adding a constant to all rewards of a group changes nothing.
-        scale: power of c by which advantages grow when all rewards are multiplied by c > 0 (with ε = 0 where there is one).
+        scale: power of c by which advantages grow when all rewards are multiplied by c > 0 (with ε = 0 where there is
+            one).
         centred: advantages of a group sum to 0.
         own_group: other groups do not matter.
         ordered: a better reward never gets a smaller advantage than a worse one of the group.
@@ -194,8 +195,8 @@ def test_float32_is_float64_rounded(rule: AdvantageRule, row: Row) -> None:
 
 
 def test_large_offsets_keep_the_difference(rule: AdvantageRule, row: Row) -> None:
-    """Rewards 1,000 and 1,001 differ by 1 in float32 too: sums of integers are exact in any order, so the differences are
-    the same numbers, and what is done with them is done twice: the same bits on any CPU."""
+    """Rewards 1,000 and 1,001 differ by 1 in float32 too: sums of integers are exact in any order, so the differences
+    are the same numbers, and what is done with them is done twice: the same bits on any CPU."""
     if row.shift and row.own_group:
         found = rule(torch.tensor([1000.0, 1001.0] * 2), SIZE)
         torch.testing.assert_close(found, rule(torch.tensor([0.0, 1.0] * 2), SIZE), rtol=0, atol=0)

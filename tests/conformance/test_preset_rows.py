@@ -1,4 +1,5 @@
-"""What every preset must do, from rewards to gradient. A new paper is one row in ``PRESETS``, and comes here by itself."""
+"""What every preset must do, from rewards to gradient. A new paper is one row in ``PRESETS``, and comes here by
+itself."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def batch_from_rewards(name: str, rewards: Tensor, seed: int = 0) -> TokenBatch:
 
 
 def with_a_critic(rewards: Tensor, mask: Tensor) -> Tensor:
-    """``[6, T]``: GAE under a critic that knows the mean reward of each group at every token. With λ = γ = 1 that is ``group_mean``."""
+    """``[6, T]``: GAE under a critic that knows the mean reward of each group at every token. With λ = γ = 1 that is
+    ``group_mean``."""
     mean = rewards.view(-1, 2).nanmean(1, keepdim=True).expand(-1, 2).reshape(-1, 1)
     outcome = torch.where(rewards.isnan().unsqueeze(1), mean, rewards.unsqueeze(1))
     lengths = mask.sum(1)

@@ -27,7 +27,8 @@ from grpo_lab.rewards import (
 )
 
 LIMIT_S = 600.0
-"""For all hostile texts together, on a machine that is busy with something else. Each comparison of answers has a limit of its own."""
+"""For all hostile texts together, on a machine that is busy with something else. Each comparison of answers has a limit
+of its own."""
 
 
 @dataclass(frozen=True)

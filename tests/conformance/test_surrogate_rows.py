@@ -1,4 +1,5 @@
-"""What every surrogate must do, at every ratio level and with every aggregation. A new one costs one row in ``ROWS``."""
+"""What every surrogate must do, at every ratio level and with every aggregation. A new one costs one row in
+``ROWS``."""
 
 from __future__ import annotations
 
@@ -213,7 +214,8 @@ def test_on_policy_the_push_is_the_score_times_the_advantage(row: Row, ratio: st
     batch = random_batch(ratio=ratio, spread=0.0)
     objective = Objective("row", row.make(), AGGREGATIONS["fixed_budget"], ratio)
     (gradient,) = torch.autograd.grad(objective.token_loss(batch).sum(), batch.logps)
-    # a [B, 1] log-ratio stands in each of the row's |y| tokens, and each token moves it by 1/|y|: −Â again; a product by 1: −|y|·Â
+    # a [B, 1] log-ratio stands in each of the row's |y| tokens, and each token moves it by 1/|y|: −Â again; a product
+    # by 1: −|y|·Â
     whole = ratio == "product" and not row.detached and getattr(row.make(), "reads_ratio", True)
     times = batch.mask.sum(1, keepdim=True) if whole else 1
     torch.testing.assert_close(gradient, (-batch.advantages * times * batch.mask), rtol=1e-12, atol=1e-12)

@@ -52,7 +52,8 @@ def test_a_buffer_is_a_list_of_dicts_that_share_one_token_count(stock: Any) -> N
 
 
 def test_an_epoch_holds_whole_generation_batches(stock: Any) -> None:
-    """The dataloader gives each generation batch E times and an epoch ends with one: ``_step`` mod E is HF's batches mod E."""
+    """The dataloader gives each generation batch E times and an epoch ends with one: ``_step`` mod E is HF's batches
+    mod E."""
     batches = [tuple(row["number"] for row in rows) for rows in stock.get_train_dataloader()]
     assert len(batches) % 8 == 0
     starts = range(0, len(batches), 8)
@@ -61,7 +62,8 @@ def test_an_epoch_holds_whole_generation_batches(stock: Any) -> None:
 
 
 class Seen(TrainerCallback):
-    """Whether the trainer holds its running loss when a training begins, and what it is when a checkpoint is written."""
+    """Whether the trainer holds its running loss when a training begins, and what it is when a checkpoint is
+    written."""
 
     trainer: Any = None
 
@@ -108,7 +110,8 @@ def test_a_resume_loads_before_training_begins_and_random_numbers_after_the_firs
 
 
 def test_the_loop_begins_where_the_state_says_and_ends_in_one_place() -> None:
-    """``resume.going_on``: no epoch is run where none is left; TRL's sampler has one permutation an epoch, and no memory of its epoch."""
+    """``resume.going_on``: no epoch is run where none is left; TRL's sampler has one permutation an epoch, and no
+    memory of its epoch."""
     loop = inspect.getsource(Trainer._inner_training_loop)
     assert "epochs_trained, steps_trained_in_current_epoch = self._init_training_state(" in loop
     assert "for epoch in range(epochs_trained, num_train_epochs):" in loop

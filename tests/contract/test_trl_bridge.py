@@ -1,6 +1,7 @@
 """What ``grpo_lab/trainer`` relies on inside TRL 1.16, pinned: when TRL moves, this file says where.
 
-Everything runs against the installed TRL; nothing is stubbed but the vLLM engine, of which only the weight sync is called.
+Everything runs against the installed TRL; nothing is stubbed but the vLLM engine, of which only the weight sync is
+called.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def batch(trainer: Any) -> list[dict[str, Any]]:
     return [dict(row) for row in rows for _ in range(trainer.num_generations)]
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(trl_bridge.METHODS))
@@ -116,7 +117,8 @@ def test_constructor_takes_what_trl_takes() -> None:
 
 @pytest.mark.parametrize("name", sorted(ENGINE))
 def test_vllm_engine_methods(name: str) -> None:
-    """What ``rollout.engine`` overrides or calls of TRL's engine; TRL's trainer must look the class up in its own module."""
+    """What ``rollout.engine`` overrides or calls of TRL's engine; TRL's trainer must look the class up in its own
+    module."""
     assert tuple(inspect.signature(getattr(VLLMGeneration, name)).parameters) == ENGINE[name]
     assert vars(grpo_trainer)["VLLMGeneration"] is VLLMGeneration
 
@@ -127,7 +129,8 @@ def test_vllm_client_methods(name: str) -> None:
 
 
 def test_server_mode_is_built_as_we_complete_it() -> None:
-    """The constructor checks the server before its first request; the main process talks, the others wait for a broadcast."""
+    """The constructor checks the server before its first request; the main process talks, the others wait for a
+    broadcast."""
     constructor = inspect.getsource(VLLMClient.__init__)
     assert (
         constructor.index("self.session =") < constructor.index("self.check_server(") < constructor.index("self._get(")
@@ -141,7 +144,8 @@ def test_server_mode_is_built_as_we_complete_it() -> None:
 
 
 def test_every_private_name_in_the_room_is_listed() -> None:
-    """A private attribute of the trainer that our code touches is in ``METHODS``, ``ATTRIBUTES`` or ``WHILE_TRAINING``, or ours."""
+    """A private attribute of the trainer that our code touches is in ``METHODS``, ``ATTRIBUTES`` or ``WHILE_TRAINING``,
+    or ours."""
     listed = {*trl_bridge.METHODS, *trl_bridge.ATTRIBUTES, *WHILE_TRAINING, *ENGINE}
     trainers = {Path(inspect.getfile(base)) for base in LabTrainer.__mro__ if base.__module__.startswith("grpo_lab")}
     missing: set[str] = set()
@@ -185,7 +189,8 @@ def test_hfs_loop_has_the_norm_before_the_step_and_asks_whether_it_was_skipped()
 
 
 def test_hfs_step_runs_the_backward_of_what_compute_loss_returns() -> None:
-    """So that a team that asks ``super().training_step`` cannot change a loss between the two, and TRL's own step asks HF's."""
+    """So that a team that asks ``super().training_step`` cannot change a loss between the two, and TRL's own step asks
+    HF's."""
     step = inspect.getsource(Trainer.training_step)
     assert step.index("loss = self.compute_loss(") < step.index("self.accelerator.backward(loss, **kwargs)")
     assert "super().training_step(model, inputs, num_items_in_batch)" in inspect.getsource(GRPOTrainer.training_step)
@@ -216,7 +221,7 @@ def test_accelerate_lets_a_backward_stay_silent(trainer: Any) -> None:
     assert trainer.accelerator.sync_gradients is before
 
 
-# -- sharded parameters --------------------------------------------------------------------------------------------------
+# -- sharded parameters ------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_model_is_sharded_by_prepare_fsdp_and_nobody_hands_out_its_weights() -> None:
@@ -247,11 +252,12 @@ def test_the_reference_model_gets_rank_zeros_weights(monkeypatch: pytest.MonkeyP
     assert (model[0].weight == 0).all()
 
 
-# -- the micro-batch -----------------------------------------------------------------------------------------------------
+# -- the micro-batch ---------------------------------------------------------------------------------------------------
 
 
 def test_the_micro_batch_holds_no_unknown_field() -> None:
-    """A new field in TRL's output may have to be cut with the rows: each is known as per-token, multimodal or per-row."""
+    """A new field in TRL's output may have to be cut with the rows: each is known as per-token, multimodal or
+    per-row."""
     literal = re.search(r"output = \{(.*?)\}", GENERATE, re.S)
     assert literal is not None
     written = set(re.findall(r'"(\w+)":', literal.group(1))) | set(re.findall(r'output\["(\w+)"\] =', GENERATE))
@@ -284,12 +290,12 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right(trainer: An
     assert (output["completion_mask"].diff(dim=1) <= 0).all()
 
 
-# -- fused LM head -------------------------------------------------------------------------------------------------------
+# -- fused LM head -----------------------------------------------------------------------------------------------------
 
 
 def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) -> None:
-    """log_probs[:, t] = log softmax(logits[:, t] / temperature)[labels[:, t + 1]], 0 where the label is −100; the entropy
-    is that of the same distribution. Compared with the model's own logits in float64."""
+    """log_probs[:, t] = log softmax(logits[:, t] / temperature)[labels[:, t + 1]], 0 where the label is −100; the
+    entropy is that of the same distribution. Compared with the model's own logits in float64."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     ids = torch.tensor([[5, 30, 41, 52, 63], [7, 31, 44, 70, 71]])
     labels = ids.clone()
@@ -314,7 +320,8 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
 def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
     trainer: Any, tiny_folder: Path, tmp_path: Path, how: str
 ) -> None:
-    """A graph made with one choice of positions must not be used for another (guards on hooks are a setting of Dynamo)."""
+    """A graph made with one choice of positions must not be used for another (guards on hooks are a setting of
+    Dynamo)."""
     torch._dynamo.reset()
     plain = trainer.accelerator.unwrap_model(trainer.model)
     if how == "wrapped":
@@ -384,7 +391,7 @@ def test_explicit_positions_make_the_numbers_of_left_padding(trainer: Any) -> No
     assert torch.allclose(ours, theirs, atol=2e-6)
 
 
-# -- old log-probs -------------------------------------------------------------------------------------------------------
+# -- old log-probs -----------------------------------------------------------------------------------------------------
 
 
 def recorded_forwards(trainer: Any) -> Iterator[str]:
@@ -435,8 +442,8 @@ def test_aligned_generation_asks_nobody(trainer: Any) -> None:
 
 
 def test_forwards_at_generation_are_answered_by_ours(trainer: Any) -> None:
-    """Inside ``forwards_replaced`` old and reference log-probs come from the given forward; ``without_policy`` the old ones
-    are zeros and nobody is asked for them."""
+    """Inside ``forwards_replaced`` old and reference log-probs come from the given forward; ``without_policy`` the old
+    ones are zeros and nobody is asked for them."""
     asked: list[str] = []
 
     def forward(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> torch.Tensor:
@@ -471,7 +478,7 @@ def test_entropies_and_images_stay_trls_forward(trainer: Any) -> None:
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2, batch_size=1)
 
 
-# -- sampler correction --------------------------------------------------------------------------------------------------
+# -- sampler correction ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -513,7 +520,7 @@ def test_sampler_metrics_that_are_forgotten_when_deferred(sampling: Any) -> None
     assert [name for name in sampling._metrics["train"] if name.startswith("sampling/")] == ["sampling/of_a_team"]
 
 
-# -- metrics and logs ----------------------------------------------------------------------------------------------------
+# -- metrics and logs --------------------------------------------------------------------------------------------------
 
 
 def test_metric_names_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
@@ -543,7 +550,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
     assert trainer._logs["advantages"].maxlen == trainer.args.generation_batch_size
 
 
-# -- version -------------------------------------------------------------------------------------------------------------
+# -- version -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("found", ["1.17.0", "1.14.2", "1.1.0", "2.16.0"])
@@ -561,7 +568,8 @@ def test_the_installed_trl_is_a_tested_one() -> None:
 
 
 def test_what_a_critic_inside_the_policys_module_relies_on() -> None:
-    """``trl_bridge.values``: the fused output's fields, a callback that moves the reference parameter by parameter, and HF's saving."""
+    """``trl_bridge.values``: the fused output's fields, a callback that moves the reference parameter by parameter, and
+    HF's saving."""
     from transformers import PreTrainedModel
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import FusedCausalLMOutput

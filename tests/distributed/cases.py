@@ -1,9 +1,9 @@
 """The trainings that are run in worlds of 1, 2 and 4 processes, and how their rows are spread.
 
-Every case has the same rows in every optimizer step in every world; what differs is which rank holds them. ``SPLIT``: 3 groups of 4
-in 12 rows, so that on 2 ranks (6 rows each) the second group lies on both, and on 4 ranks (3 rows each) no rank holds a whole
-group. ``WHOLE``: 4 groups in 16 rows, whole groups on every rank. ``SCATTERED``: one group a step, of which each of 4
-ranks holds a single row.
+Every case has the same rows in every optimizer step in every world; what differs is which rank holds them. ``SPLIT``: 3
+groups of 4 in 12 rows, so that on 2 ranks (6 rows each) the second group lies on both, and on 4 ranks (3 rows each) no
+rank holds a whole group. ``WHOLE``: 4 groups in 16 rows, whole groups on every rank. ``SCATTERED``: one group a step,
+of which each of 4 ranks holds a single row.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SCATTERED = Layout({1: 4, 2: 2, 4: 1}, accumulation=1)
 class Case:
     """One training, in every world.
 
-    reward: ``mixed``: a third of the groups dead; ``sparse``: three quarters of them, so that ranks and whole steps are dead;
-    ``group``: a correctness reward and group rewards on top of it. stock: stock TRL's trainer instead of ours.
+    reward: ``mixed``: a third of the groups dead; ``sparse``: three quarters of them, so that ranks and whole steps are
+    dead; ``group``: a correctness reward and group rewards on top of it. stock: stock TRL's trainer instead of ours.
     per_world: which rows make a step differs by world (TRL shuffles a rank's rows before it cuts them into steps).
     """
 

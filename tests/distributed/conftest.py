@@ -1,4 +1,5 @@
-"""Worlds of 1, 2 and 4 processes and a sharded one, each launched once a session, by the first worker of xdist that asks for it."""
+"""Worlds of 1, 2 and 4 processes and a sharded one, each launched once a session, by the first worker of xdist that
+asks for it."""
 
 from __future__ import annotations
 
@@ -53,6 +54,7 @@ def worlds(tiny_folder: Path, shared_folder: Path) -> dict[int, World]:
 
 @pytest.fixture(scope="session")
 def sharded_world(tiny_folder: Path, shared_folder: Path) -> World:
-    """Two processes that each hold half of every parameter, wrapped by accelerate as ``recipes/accelerate/fsdp2.yaml`` says."""
+    """Two processes that each hold half of every parameter, wrapped by accelerate as ``recipes/accelerate/fsdp2.yaml``
+    says."""
     runs = [case.spec(2) for case in SHARDED]
     return once(shared_folder / "sharded-2", 2, tiny_folder, runs, "fsdp2", [str(HERE / "cpu_fsdp2.py")])

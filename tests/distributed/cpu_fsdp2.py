@@ -3,10 +3,10 @@
     ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 --mixed_precision no \\
         tests/distributed/cpu_fsdp2.py SCRIPT [ARGUMENTS]
 
-accelerate 1.15 shards for every kind of device but the CPU: in ``AcceleratorState`` the switch to FSDP stands under the list of
-accelerators. ``fully_shard`` itself runs on gloo. So one line is changed here: CPU ranks are announced as ``MULTI_GPU`` when
-that list is asked, and from then on accelerate wraps the model, swaps the optimizer's parameters, clips and saves as it does
-on GPUs.
+accelerate 1.15 shards for every kind of device but the CPU: in ``AcceleratorState`` the switch to FSDP stands under the
+list of accelerators. ``fully_shard`` itself runs on gloo. So one line is changed here: CPU ranks are announced as
+``MULTI_GPU`` when that list is asked, and from then on accelerate wraps the model, swaps the optimizer's parameters,
+clips and saves as it does on GPUs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     accelerate launch --config_file … tests/distributed/dropout_worker.py OUT
 
-The first rank holds all live rows, the second dead ones only. Leaves ``found.pt``: projections of the gradient, call by call, of TRL's batches of all
-rows, of ours, and of ours without one of the live rows; log-probs of one row's copies on each rank; a step with a single live row.
+The first rank holds all live rows, the second dead ones only. Leaves ``found.pt``: projections of the gradient, call by
+call, of TRL's batches of all rows, of ours, and of ours without one of the live rows; log-probs of one row's copies on
+each rank; a step with a single live row.
 """
 
 from __future__ import annotations

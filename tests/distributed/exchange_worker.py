@@ -1,6 +1,8 @@
-"""Random optimizer steps on the ranks at hand: what each rank is brought and gives back, against a table of everything. ``exchange_worker.py OUT``
+"""Random optimizer steps on the ranks at hand: what each rank is brought and gives back, against a table of everything.
+``exchange_worker.py OUT``
 
-``RowTable.gathered`` (all fields of all rows to every rank) is the oracle: a bin cut from it must be the same to the bit.
+``RowTable.gathered`` (all fields of all rows to every rank) is the oracle: a bin cut from it must be the same to the
+bit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ ON_THE_WAY = {"prompt_ids": 4, "completion_ids": 4, "completion_mask": 1, "tool_
 
 
 def micro_batch(draw: random.Random, rows: int, kind: int, place: int) -> dict[str, Any]:
-    """One rank's micro-batch as TRL pads it: to its own longest prompt and completion, or wider. ``kind``: which fields there are."""
+    """One rank's micro-batch as TRL pads it: to its own longest prompt and completion, or wider. ``kind``: which fields
+    there are."""
     prompts = [draw.randint(1, 6) for _ in range(rows)]
     completions = [draw.choice((0, 1, 2, 5, 9)) for _ in range(rows)]
     wide, long = max(prompts) + draw.randint(0, 2), max(1, *completions) + draw.randint(0, 2)
@@ -122,8 +125,8 @@ def check(case: int, accelerator: Any) -> int:
 
 
 def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -> int:
-    """What comes to this rank, by loops over rows and fields: 8 bytes for each of the numbers of the others' rows and of the widths of their fields,
-    and the rows that they hold and this rank computes."""
+    """What comes to this rank, by loops over rows and fields: 8 bytes for each of the numbers of the others' rows and
+    of the widths of their fields, and the rows that they hold and this rank computes."""
     count = window[0]["prompt_ids"].size(0)
     per_row = {name for name, value in window[0].items() if isinstance(value, Tensor) and value.shape[:1] == (count,)}
     names = per_row - {"num_items_in_batch", "prompt_mask", POSITION_OFFSET}

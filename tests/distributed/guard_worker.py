@@ -1,7 +1,7 @@
 """Trainings with planted NaN: accelerate launch … guard_worker.py MODEL OUT. Leaves ``<rank>.json``.
 
-``Plant`` makes one kind of number bad in one optimizer step, on one rank only: the loss of a micro-batch (its gradient stays finite),
-the gradient after the backward (and after DDP has shared it), a reward, a log-prob of the engine.
+``Plant`` makes one kind of number bad in one optimizer step, on one rank only: the loss of a micro-batch (its gradient
+stays finite), the gradient after the backward (and after DDP has shared it), a reward, a log-prob of the engine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Plant(TrainerCallback):
         trainer.parts.update.loss, trainer.training_step = loss, training_step
         trainer.add_callback(self)
 
-    # -- the parts of the run that may be bad ------------------------------------------------------------------------------
+    # -- the parts of the run that may be bad --------------------------------------------------------------------------
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         values = [(sum(ids) % 7) / 7 for ids in completion_ids]
@@ -78,7 +78,7 @@ class Plant(TrainerCallback):
             logprobs[-1][1] = math.inf
         return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], "completion_ids": ids, "logprobs": logprobs}
 
-    # -- what a step did ---------------------------------------------------------------------------------------------------
+    # -- what a step did -----------------------------------------------------------------------------------------------
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.before = state_of(self.trainer)
@@ -132,7 +132,8 @@ def shares(trainer: Any, name: str) -> list[float | None]:
 
 
 def resumed_in_a_warm_up(model: str, folder: Path) -> list[bool]:
-    """From checkpoints in which no weight has moments (the first step was left out), and in which the critic's alone have: like the whole run?"""
+    """From checkpoints in which no weight has moments (the first step was left out), and in which the critic's alone
+    have: like the whole run?"""
 
     def run(name: str, bad: dict[int, str], checkpoint: str | None = None) -> Tensor:
         settings = {"objective": None, "value": {"warmup_steps": 2}, "lr_scheduler_type": "constant"}

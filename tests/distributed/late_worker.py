@@ -2,7 +2,8 @@
 
     accelerate launch --config_file … tests/distributed/late_worker.py MODEL OUT LIMIT
 
-The first leaves ``error.json``: what it was told, and how long it had waited by then; both leave when they came to that reward.
+The first leaves ``error.json``: what it was told, and how long it had waited by then; both leave when they came to that
+reward.
 """
 
 from __future__ import annotations

@@ -60,12 +60,12 @@ def launcher(config: Path, processes: int) -> list[str]:
 def accelerate_launch(config: Path, processes: int, words: Sequence[str], cold: bool = False, **more: str) -> str:
     """``accelerate launch --config_file config … words`` on CPU processes -> stdout + stderr; an error shows their end.
 
-    The ranks are forks of a process that has imported everything (:mod:`forked`), in the environment that accelerate's launcher gives
-    them; ``cold``: the launcher itself, and every rank imports for itself.
+    The ranks are forks of a process that has imported everything (:mod:`forked`), in the environment that accelerate's
+    launcher gives them; ``cold``: the launcher itself, and every rank imports for itself.
 
     ``config`` may be one of the recipes: their number of processes, port and precision are overridden, and
-    ``ACCELERATE_USE_CPU`` makes every process a CPU rank. On an error every process below the launcher ends with it: a worker that
-    hangs in a collective would outlive it, in a process group of its own, too.
+    ``ACCELERATE_USE_CPU`` makes every process a CPU rank. On an error every process below the launcher ends with it: a
+    worker that hangs in a collective would outlive it, in a process group of its own, too.
     """
     environment = {**os.environ, **ON_CPUS, **more}
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,8 @@ def train_cases(
     cold: bool = False,
     **more: str,
 ) -> World:
-    """All ``runs`` in one launch: starting the processes costs more than training in them. ``more``: environment variables."""
+    """All ``runs`` in one launch: starting the processes costs more than training in them. ``more``: environment
+    variables."""
     out.mkdir()
     (out / "spec.json").write_text(json.dumps({"model": str(model), "out": str(out), "runs": runs}))
     words = [*before, str(HERE / "worker.py"), str(out / "spec.json")]

@@ -1,4 +1,5 @@
-"""Trainings on two ranks whose metrics are recomputed by hand on rank 0, and ``update/bytes_moved``: ``metrics_worker.py MODEL OUT``."""
+"""Trainings on two ranks whose metrics are recomputed by hand on rank 0, and ``update/bytes_moved``:
+``metrics_worker.py MODEL OUT``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One rank of a Kimi run: accelerate launch … optimizer_reset_worker.py MODEL OUT. Writes what the optimizer held after each step."""
+"""One rank of a Kimi run: accelerate launch … optimizer_reset_worker.py MODEL OUT. Writes what the optimizer held after
+each step."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     accelerate launch --config_file … [cpu_fsdp2.py | cpu_zero.py] tests/distributed/ppo_worker.py MODEL OUT
 
-Leaves ``<kind>.pt`` (final weights, critic included) and ``<kind>.json`` (prompts and completions of all ranks, a list a generation, how
-the model is wrapped, and which weights and numbers of the log are others after a resume inside the second generation batch), and the
-folder ``<kind>/saved`` of ``save_model``.
+Leaves ``<kind>.pt`` (final weights, critic included) and ``<kind>.json`` (prompts and completions of all ranks, a list
+a generation, how the model is wrapped, and which weights and numbers of the log are others after a resume inside the
+second generation batch), and the folder ``<kind>/saved`` of ``save_model``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def build(model: str, out: Path, kind: str, ranks: int) -> PPOTrainer:
     settings = {
         "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "max_steps": 4,
         "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": STOP,
-        "use_cpu": os.environ.get("ACCELERATE_USE_CPU") != "false",  # accelerate leaves DeepSpeed out of a run that asks for a CPU
+        # accelerate leaves DeepSpeed out of a run that asks for a CPU
+        "use_cpu": os.environ.get("ACCELERATE_USE_CPU") != "false",
         **ppo_oracle.settings(out / f"critic-{kind}"),
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)

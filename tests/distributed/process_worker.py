@@ -2,8 +2,8 @@
 
     accelerate launch --config_file … tests/distributed/process_worker.py MODEL OUT
 
-Leaves ``<update>.pt`` (final weights, ``whole`` and ``resumed``) and ``<update>.json`` (prompts and completions of all ranks, a list a
-generation, and how often the resumed run generated).
+Leaves ``<update>.pt`` (final weights, ``whole`` and ``resumed``) and ``<update>.json`` (prompts and completions of all
+ranks, a list a generation, and how often the resumed run generated).
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Kept(ScriptedRollout):
 def build(model: str, out: Path, update: str, ranks: int) -> LabTrainer:
     """Twelve rows a step in three micro-batches, so that on 4 ranks no rank holds a whole group.
 
-    With ``ddp_find_unused_parameters`` DDP leaves its buckets in their first order. Else it sorts them after its first step, so that a
-    resumed run's first step adds the gradients of 4 ranks in another order than the whole run's, and the last bits differ.
+    With ``ddp_find_unused_parameters`` DDP leaves its buckets in their first order. Else it sorts them after its first
+    step, so that a resumed run's first step adds the gradients of 4 ranks in another order than the whole run's, and
+    the last bits differ.
     """
     settings = {
         "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4,

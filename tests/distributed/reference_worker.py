@@ -1,4 +1,5 @@
-"""A training whose reference follows the policy and whose β follows the KL, and one resumed from its checkpoint, on ranks.
+"""A training whose reference follows the policy and whose β follows the KL, and one resumed from its checkpoint, on
+ranks.
 
     accelerate launch --config_file … tests/distributed/reference_worker.py MODEL OUT
 

@@ -3,8 +3,8 @@ cannot write, and one whose second rank lost its file.
 
     accelerate launch --config_file … tests/distributed/resume_worker.py MODEL OUT
 
-Leaves ``<rank>.json``: whether weights and history of the resumed run are those of the whole one, what each rank generated, and
-the error of the third. Completions are sampled by the model, with each rank's own random numbers.
+Leaves ``<rank>.json``: whether weights and history of the resumed run are those of the whole one, what each rank
+generated, and the error of the third. Completions are sampled by the model, with each rank's own random numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Terminated(TrainerCallback):  # type: ignore[misc]
 
 
 def build(model: str, out: Path, **changes: Any) -> LabTrainer:
-    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window, too."""
+    """Two optimizer steps a generation batch; logged every second step, so that the checkpoint has an open window,
+    too."""
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
         "logging_steps": 2, "optim": "adamw_torch", "learning_rate": 3e-3, "max_completion_length": 8,

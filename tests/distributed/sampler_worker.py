@@ -2,9 +2,9 @@
 
     accelerate launch --config_file … tests/distributed/sampler_worker.py spec.json
 
-``spec.json``: ``{"model": folder, "out": folder, "args": {…}}``. Leaves ``report.json``: for every rank the prompts of each
-generation batch and the sampler's fingerprint, of the whole run and of the resumed one. The completions, and so the rewards,
-follow from the global row.
+``spec.json``: ``{"model": folder, "out": folder, "args": {…}}``. Leaves ``report.json``: for every rank the prompts of
+each generation batch and the sampler's fingerprint, of the whole run and of the resumed one. The completions, and so
+the rewards, follow from the global row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Trainings whose advantages are per token, selected, or both; the same rows in every world: ``scoring_worker.py MODEL OUT``."""
+"""Trainings whose advantages are per token, selected, or both; the same rows in every world: ``scoring_worker.py MODEL
+OUT``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_hundred_random_steps(tmp_path: Path) -> None:
-    """Bins, what comes home, bytes; ranks padded to different widths, fields per row, per token and of a team's own, NaN, no row at all."""
+    """Bins, what comes home, bytes; ranks padded to different widths, fields per row, per token and of a team's own,
+    NaN, no row at all."""
     out = tmp_path / "refused.txt"
     accelerate_launch(RECIPES / "ddp.yaml", 3, [str(HERE / "exchange_worker.py"), str(out)])
     assert "the ranks' micro-batches hold different fields" in out.read_text()

@@ -1,8 +1,8 @@
 """FSDP2 with really sharded parameters (2 CPU ranks, gloo) gives the weights of one process.
 
-accelerate itself wraps the model, as ``recipes/accelerate/fsdp2.yaml`` says (``cpu_fsdp2.py`` explains the one line that differs from
-a GPU), so its wrapping, the swap of the optimizer's parameters, gradient sync on the last bin and the norm of sharded gradients
-are all in the comparison.
+accelerate itself wraps the model, as ``recipes/accelerate/fsdp2.yaml`` says (``cpu_fsdp2.py`` explains the one line
+that differs from a GPU), so its wrapping, the swap of the optimizer's parameters, gradient sync on the last bin and the
+norm of sharded gradients are all in the comparison.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def test_identical_on_every_rank_of_every_world(name: str, worlds: dict[int, Wor
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_the_runs_hold_what_they_claim(name: str, worlds: dict[int, World]) -> None:
-    """Split groups, right, wrong and unscorable completions, weights of 0 (warm-up) and then 0.5, values of both signs."""
+    """Split groups, right, wrong and unscorable completions, weights of 0 (warm-up) and then 0.5, values of both
+    signs."""
     for processes in (2, 4):
         for batch in local_rows(worlds[processes], name):
             sizes = [[row["number"] for row in rank].count(rank[-1]["number"]) for rank in batch]

@@ -1,5 +1,5 @@
-"""Kimi's optimizer reset on two ranks, replicated (DDP) and sharded (FSDP2): empty after each iteration on every rank, and the
-weights of one process."""
+"""Kimi's optimizer reset on two ranks, replicated (DDP) and sharded (FSDP2): empty after each iteration on every rank,
+and the weights of one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""PPO on 1 and 2 ranks, and on 2 that each hold half of the policy and of the critic (FSDP2, ZeRO): the float64 loop's weights, and a
-resume inside a generation batch to the bit (not under FSDP2, where torch takes back no optimizer without moments). ZeRO is skipped where DeepSpeed is not installed."""
+"""PPO on 1 and 2 ranks, and on 2 that each hold half of the policy and of the critic (FSDP2, ZeRO): the float64 loop's
+weights, and a resume inside a generation batch to the bit (not under FSDP2, where torch takes back no optimizer without
+moments). ZeRO is skipped where DeepSpeed is not installed."""
 
 from __future__ import annotations
 

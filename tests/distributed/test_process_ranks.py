@@ -1,4 +1,5 @@
-"""``advantage: process`` on 1, 2 and 4 real ranks, two updates a generation, whole and resumed between them: the float64 loop's weights."""
+"""``advantage: process`` on 1, 2 and 4 real ranks, two updates a generation, whole and resumed between them: the
+float64 loop's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LoRA dropout on two DDP ranks, of which one holds dead rows only: live rows draw their own masks on either rank, and the mean gradient is stock's."""
+"""LoRA dropout on two DDP ranks, of which one holds dead rows only: live rows draw their own masks on either rank, and
+the mean gradient is stock's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Two and four real processes (accelerate, gloo, CPU) with the same global batch end at the weights of one.
 
-The scripted rollout knows the global row, so the completions of a run are the same however many processes make them. Differences
-come from the order of float32 sums only. DDP runs with ``find_unused_parameters`` off: every rank makes every backward, with a
-dummy row where the plan has nothing for it.
+The scripted rollout knows the global row, so the completions of a run are the same however many processes make them.
+Differences come from the order of float32 sums only. DDP runs with ``find_unused_parameters`` off: every rank makes
+every backward, with a dummy row where the plan has nothing for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 def rounding(expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor], steps: int) -> float:
-    """What another order of float32 sums may make of two trainings, relative to the movement: ranks add the gradients of other rows."""
+    """What another order of float32 sums may make of two trainings, relative to the movement: ranks add the gradients
+    of other rows."""
     return movement_gap(torch.float32, 1.0, relative_difference(start, expected), steps)
 
 
@@ -40,10 +41,12 @@ def first_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logged_gaps(case: Case) -> tuple[float, float]:
-    """Absolute for losses, relative for gradient norms and entropies, for terms of float32 over at most 16 rows of 30 tokens.
+    """Absolute for losses, relative for gradient norms and entropies, for terms of float32 over at most 16 rows of 30
+    tokens.
 
-    The mean |Â| is at most 1 (rewards within [−1, 1], or a z-score); a term of CISPO is w·|Â|·|log π|, 6 nats. An entropy and a
-    norm are sums over the vocabulary and the largest tensor: 747 · 32 numbers, and half of it, for the root.
+    The mean |Â| is at most 1 (rewards within [−1, 1], or a z-score); a term of CISPO is w·|Â|·|log π|, 6 nats. An
+    entropy and a norm are sums over the vocabulary and the largest tensor: 747 · 32 numbers, and half of it, for the
+    root.
     """
     steps = case.args.get("max_steps", 4)
     terms = 6.0 if case.name == "cispo" else 1.0
@@ -88,7 +91,8 @@ def test_same_weights(case: Case, processes: int, worlds: dict[int, World], tiny
 def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     processes: int, worlds: dict[int, World], tiny_folder: Path
 ) -> None:
-    """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be compared."""
+    """Two steps a generation: TRL shuffles each rank's rows before it cuts them, so only the same world can be
+    compared."""
     names = [f"two-steps-a-generation-{update}" for update in ("exact", "off", "stock")]
     exact, off, stock = (worlds[processes].weights(name) for name in names)
     start = first_weights(tiny_folder)
@@ -125,8 +129,8 @@ def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[
 @pytest.mark.parametrize("processes", SEVERAL)
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
 def test_advantages_are_of_whole_groups(name: str, processes: int, worlds: dict[int, World]) -> None:
-    """The middle group lies on two ranks, or all groups do; advantages are those of one process, to the bit on any CPU: every rank
-    computes them from the same whole table, with the same shapes."""
+    """The middle group lies on two ranks, or all groups do; advantages are those of one process, to the bit on any CPU:
+    every rank computes them from the same whole table, with the same shapes."""
     one, several = (worlds[n].report(name)["advantages"] for n in (1, processes))
     assert len(one) == 12
     assert several == one

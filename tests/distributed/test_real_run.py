@@ -1,7 +1,8 @@
 """Short real runs on 2 CPU ranks: ``accelerate launch --config_file recipes/accelerate/… scripts/train.py --config …``.
 
-The one with DDP starts every process cold, as a team does. Nothing is scripted: real completions, a random model of which a tenth of the vocabulary ends a completion (so that ranks finish
-generating at different times), the main job from rows to report.
+The one with DDP starts every process cold, as a team does. Nothing is scripted: real completions, a random model of
+which a tenth of the vocabulary ends a completion (so that ranks finish generating at different times), the main job
+from rows to report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A short real run on 2 CPU ranks, each with a vLLM engine of its own in the process (colocate), its sync proven on both."""
+"""A short real run on 2 CPU ranks, each with a vLLM engine of its own in the process (colocate), its sync proven on
+both."""
 
 from __future__ import annotations
 

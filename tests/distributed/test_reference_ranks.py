@@ -1,4 +1,5 @@
-"""A moving reference and a steered β on two ranks, whole on each (DDP) and sharded (FSDP2): moved, saved and resumed to the bit."""
+"""A moving reference and a steered β on two ranks, whole on each (DDP) and sharded (FSDP2): moved, saved and resumed to
+the bit."""
 
 from __future__ import annotations
 

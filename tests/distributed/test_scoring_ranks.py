@@ -1,4 +1,5 @@
-"""Two ranks, padded to widths of their own, train as one: KL per token, advantages per token, selection, and all at once."""
+"""Two ranks, padded to widths of their own, train as one: KL per token, advantages per token, selection, and all at
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The thinking budget on two ranks of which one has all the cut rows: same calls on both, gradient of the float64 oracle."""
+"""The thinking budget on two ranks of which one has all the cut rows: same calls on both, gradient of the float64
+oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank that stops answering: the others end within the limit, and their error says where they waited, and for whom."""
+"""A rank that stops answering: the others end within the limit, and their error says where they waited, and for
+whom."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from distributed.launch import HERE, RECIPES, accelerate_launch
 pytestmark = pytest.mark.slow
 
 LIMIT = 12
-"""Seconds; on a machine that is busy with something else one rank comes some later than the other to every collective."""
+"""Seconds; on a machine that is busy with something else one rank comes some later than the other to every
+collective."""
 
 
 def test_a_rank_that_sleeps_for_ever_is_named_and_the_launch_ends(tiny_folder: Path, tmp_path: Path) -> None:
-    """As it was: half an hour on CPU ranks whatever `ddp_timeout` said, and then «Timed out waiting 1800000ms for recv operation»."""
+    """As it was: half an hour on CPU ranks whatever `ddp_timeout` said, and then «Timed out waiting 1800000ms for recv
+    operation»."""
     words = [str(HERE / "late_worker.py"), str(tiny_folder), str(tmp_path), str(LIMIT)]
     with pytest.raises(AssertionError) as ended:
         accelerate_launch(RECIPES / "ddp.yaml", 2, words)

@@ -1,6 +1,7 @@
 """Sharded ranks that finish generating at different times wait for one another: each decoding step gathers parameters.
 
-(``fully_shard`` marks the module, transformers' ``generate`` reads the mark and keeps ranks in step. This test tells if one stops.)
+(``fully_shard`` marks the module, transformers' ``generate`` reads the mark and keeps ranks in step. This test tells if
+one stops.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3 on two CPU ranks (gloo) give the weights of one process; skipped where DeepSpeed is not installed.
+"""DeepSpeed's ZeRO-2 and ZeRO-3 on two CPU ranks (gloo) give the weights of one process; skipped where DeepSpeed is not
+installed.
 
     pip install deepspeed      # compiles a small extension at the first launch: a C++ compiler and some two minutes
 
@@ -65,7 +66,8 @@ def sharded(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory:
 
 @cases
 def test_same_weights_losses_and_gradient_norms(case: Case, sharded: World, one: World, tiny_folder: Path) -> None:
-    """Dead micro-batches and steps, a reference model (β > 0, two passes), group rewards over ranks, several bins, clipping."""
+    """Dead micro-batches and steps, a reference model (β > 0, two passes), group rewards over ranks, several bins,
+    clipping."""
     found, expected, start = sharded.weights(case.name), one.weights(case.name), first_weights(tiny_folder)
     assert set(found) == set(expected)
     bound = rounding(expected, start, 4)

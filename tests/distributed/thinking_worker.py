@@ -1,7 +1,8 @@
 """A budgeted training whose ranks differ in how many rows go on: MODEL OUT KIND.
 
-Rank 0 gets a prompt that thinks and one with a closed thinking block, rank 1 only closed ones: rank 0 has rows for both calls that
-go on, rank 1 for one of them. Each rank writes ``rank-<r>.pt``: its micro-batches, the gradient of the step where parameters are whole, the log.
+Rank 0 gets a prompt that thinks and one with a closed thinking block, rank 1 only closed ones: rank 0 has rows for both
+calls that go on, rank 1 for one of them. Each rank writes ``rank-<r>.pt``: its micro-batches, the gradient of the step
+where parameters are whole, the log.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     accelerate launch --config_file … tests/distributed/worker.py spec.json
 
-``spec.json``: ``{"model": folder, "out": folder, "runs": [Case.spec(processes), …]}``; ``"from": {"run": name, "step": n}`` in a run:
-it goes on from that run's checkpoint. Each run leaves ``<name>.pt`` (the final
-weights) and ``<name>.json``: logged rows and, per rank, the reward tables that it saw and the local rows that its rewards were
+``spec.json``: ``{"model": folder, "out": folder, "runs": [Case.spec(processes), …]}``; ``"from": {"run": name, "step":
+n}`` in a run: it goes on from that run's checkpoint. Each run leaves ``<name>.pt`` (the final weights) and
+``<name>.json``: logged rows and, per rank, the reward tables that it saw and the local rows that its rewards were
 called on. The rollout knows the global row, so the completions are the same however many processes make them.
 """
 
@@ -36,7 +36,8 @@ from parity.harness import arguments, mixed_reward, problems
 
 @group_reward(requires=("accuracy_reward",), num_generations=4)
 def rare_and_right(group: Group) -> list[float | None]:
-    """A team's group reward: a right answer counts the more, the fewer of its group are right; a cut one costs its place."""
+    """A team's group reward: a right answer counts the more, the fewer of its group are right; a cut one costs its
+    place."""
     right = [value == 1.0 and not cut for value, cut in zip(group.rewards["accuracy_reward"], group.truncated or [])]
     places = [sum(other < length for other in group.lengths) / len(group) for length in group.lengths]
     return [1.0 / sum(right) if ok else -place for ok, place in zip(right, places)]
@@ -102,7 +103,8 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
 
 
 def whole_weights(model: nn.Module) -> tuple[dict[str, Tensor], float]:
-    """All weights in full, and the share of their elements that this rank holds. A collective where they are sharded."""
+    """All weights in full, and the share of their elements that this rank holds. A collective where they are
+    sharded."""
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_tensor") for p in parameters):
         return gathered_weights(model, parameters)

@@ -32,7 +32,8 @@ ON_CPU = {"use_cpu": True, "bf16": False}
 
 
 def check_line(line: str) -> int:
-    """Check every command of a line of bash; how many there were. ValueError or the parser's own error where one is wrong."""
+    """Check every command of a line of bash; how many there were. ValueError or the parser's own error where one is
+    wrong."""
     words = shlex.split(line, comments=True)
     commands: list[list[str]] = [[]]
     for word in words:

@@ -1,7 +1,8 @@
 """Which test runs what a page tells the reader to type; where none does, why.
 
-Patterns as of the shell, the first that fits a command counts. ``file::test`` runs the command, or the function behind it, on this machine with
-small numbers; ``("gpu", …)``, ``("network", …)``, ``("hours", …)``, ``("minutes", …)`` says what it needs that a test has not.
+Patterns as of the shell, the first that fits a command counts. ``file::test`` runs the command, or the function behind
+it, on this machine with small numbers; ``("gpu", …)``, ``("network", …)``, ``("hours", …)``, ``("minutes", …)`` says
+what it needs that a test has not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ HELD: dict[str, str | tuple[str, str]] = {
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
     "grpo-lab train * --use_vllm true*": "tests/rollouts/test_lab_trainer_vllm.py::test_eight_steps_with_a_proven_sync",
-    "grpo-lab train --config R --resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
+    "grpo-lab train --config R "
+    "--resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
     "grpo-lab pipeline *": "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs",

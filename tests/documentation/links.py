@@ -1,4 +1,5 @@
-"""Links of the pages: where they stand, where they lead, and the anchors that a page has (as GitHub and the site write them)."""
+"""Links of the pages: where they stand, where they lead, and the anchors that a page has (as GitHub and the site write
+them)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     bash     each command parsed by whoever would run it, recipes read with their overrides, `make -n`, files looked up
     text     output; holds no command
 
-``<!-- needs: gpu -->`` (server, hours, network) before a Python block: it is compiled and its imports are made, and not run.
-Commands in the text and in indented lines are parsed like those in fences.
+``<!-- needs: gpu -->`` (server, hours, network) before a Python block: it is compiled and its imports are made, and not
+run. Commands in the text and in indented lines are parsed like those in fences.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def here(grpo_lab_data: Path, page_model: Path, tmp_path: Path) -> dict[str, str
 
 @pytest.fixture
 def tiny_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Trainings of a page are short and on the CPU, whatever it says; nothing is written outside of a temporary folder."""
+    """Trainings of a page are short and on the CPU, whatever it says; nothing is written outside of a temporary
+    folder."""
     write = LabConfig.__init__
 
     def short(self: Any, *args: Any, **settings: Any) -> None:

@@ -1,6 +1,8 @@
-"""Every command of every page is run by a test that is named, or says what it needs that a test has not (``held.HELD``).
+"""Every command of every page is run by a test that is named, or says what it needs that a test has not
+(``held.HELD``).
 
-That a command parses is ``test_blocks.test_bash``'s; here it is that somebody has run it. A command that no line fits fails.
+That a command parses is ``test_blocks.test_bash``'s; here it is that somebody has run it. A command that no line fits
+fails.
 """
 
 from __future__ import annotations

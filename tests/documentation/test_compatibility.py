@@ -1,4 +1,5 @@
-"""docs/compatibility.md and docs/measured.md against what they speak of: ranges, the refusal, the marks, the recipes."""
+"""docs/compatibility.md and docs/measured.md against what they speak of: ranges, the refusal, the marks, the
+recipes."""
 
 from __future__ import annotations
 

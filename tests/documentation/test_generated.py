@@ -1,4 +1,5 @@
-"""What of the docs is made is as its generators make it: `make docs-index`. Nobody edits it by hand, and nothing of it is out of date."""
+"""What of the docs is made is as its generators make it: `make docs-index`. Nobody edits it by hand, and nothing of it
+is out of date."""
 
 from __future__ import annotations
 

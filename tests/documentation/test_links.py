@@ -1,4 +1,5 @@
-"""Every link of README, docs and recipes leads somewhere: files and headings are looked up, addresses are read and not called."""
+"""Every link of README, docs and recipes leads somewhere: files and headings are looked up, addresses are read and not
+called."""
 
 from __future__ import annotations
 

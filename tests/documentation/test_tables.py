@@ -1,4 +1,5 @@
-"""The site's reader takes a table for text where no blank line (or heading, or comment) stands before it; a row that follows a sentence, too."""
+"""The site's reader takes a table for text where no blank line (or heading, or comment) stands before it; a row that
+follows a sentence, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A Qwen2 and TRL's LM head wholly in float64, so that a recorded number does not depend on the CPU that made it.
 
-transformers computes RMSNorm and rotary angles, and TRL the log-probs, in float32 whatever the model's dtype. On another CPU their last
-bits differ (6e-8), and six steps of a random network make 1e-5 of that. Inside ``everything_in_double`` they follow the model's dtype.
+transformers computes RMSNorm and rotary angles, and TRL the log-probs, in float32 whatever the model's dtype. On
+another CPU their last bits differ (6e-8), and six steps of a random network make 1e-5 of that. Inside
+``everything_in_double`` they follow the model's dtype.
 """
 
 from __future__ import annotations

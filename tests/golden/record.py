@@ -3,8 +3,8 @@
     python tests/golden/record.py [OUT.json]          all settings; those on several ranks are launched by accelerate
     python tests/golden/record.py OUT.json NAME …     some of them, on the ranks that this process was launched with
 
-Each is run twice: wholly in float64 (``in_double``), for numbers that hold on every CPU, and in float32 as a user would, for a
-checksum that holds to the bit on the machine of the record. Completions are scripted: nothing is sampled.
+Each is run twice: wholly in float64 (``in_double``), for numbers that hold on every CPU, and in float32 as a user
+would, for a checksum that holds to the bit on the machine of the record. Completions are scripted: nothing is sampled.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def model_in(folder: Path, dtype: torch.dtype) -> Path:
 
 
 def save_model(folder: Path, dtype: torch.dtype) -> None:
-    """A real Qwen2 (18 thousand weights) with its tokenizer. Drawn in float64: normal draws in float32 differ between CPUs."""
+    """A real Qwen2 (18 thousand weights) with its tokenizer. Drawn in float64: normal draws in float32 differ between
+    CPUs."""
     model, tokenizer = tiny_model("qwen2", hidden_size=16, num_layers=2, num_heads=2)
     model, draw = model.double(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -122,7 +123,8 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _movement(start: dict[str, Tensor], end: dict[str, Tensor]) -> dict[str, Any]:
-    """How far the weights went, where to (projections on fixed random directions), and a checksum of the bits they ended at."""
+    """How far the weights went, where to (projections on fixed random directions), and a checksum of the bits they
+    ended at."""
     moved = torch.cat([(end[name].double() - start[name].double()).flatten() for name in sorted(end)])
     draw = torch.Generator().manual_seed(0)
     directions = torch.randn(PROJECTIONS, moved.numel(), generator=draw, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """The golden trainings: one row a setting, each some optimizer steps on scripted completions.
 
-A row says what a user would write (class, configuration, rewards); everything else is alike, so that a difference between two
-recordings is a difference of the library. ``record.py`` runs them, ``trajectories.json`` holds what they gave, ``test_golden.py``
-compares.
+A row says what a user would write (class, configuration, rewards); everything else is alike, so that a difference
+between two recordings is a difference of the library. ``record.py`` runs them, ``trajectories.json`` holds what they
+gave, ``test_golden.py`` compares.
 """
 
 from __future__ import annotations

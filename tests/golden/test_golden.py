@@ -1,6 +1,7 @@
 """Later code gives the numbers that were recorded: losses, gradient norms, every metric and the way of the weights.
 
-The record is renewed only where a number changes on purpose (``python tests/golden/record.py``; the changelog says which and why).
+The record is renewed only where a number changes on purpose (``python tests/golden/record.py``; the changelog says
+which and why).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from golden.settings import SETTINGS, STEPS
 
 pytestmark = pytest.mark.slow
 
-#: Of a value and of the terms it is a mean of (advantages, ratios and rewards here are of size 1): log-probs are rounded to
-#: float32 by TRL's head (6e-8 of a value of size ≤ 8, so 5e-7 in a single ratio), and hundreds of them are averaged.
+#: Of a value and of the terms it is a mean of (advantages, ratios and rewards here are of size 1): log-probs are
+#: rounded to float32 by TRL's head (6e-8 of a value of size ≤ 8, so 5e-7 in a single ratio), and hundreds of them are
+#: averaged.
 TOLERANCE = 1e-6
 
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text())

@@ -1,4 +1,5 @@
-"""Short runs of two trainers, many times over: one thread, and a garbage collector that does not walk torch each time."""
+"""Short runs of two trainers, many times over: one thread, and a garbage collector that does not walk torch each
+time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TOOL_TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").r
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_short_runs() -> Iterator[None]:
-    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a second."""
+    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a
+    second."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()

@@ -19,7 +19,7 @@ from parity.tiny_vlm import with_images
 Models = dict[str, Path]
 
 
-# -- rewards -------------------------------------------------------------------------------------------------------------
+# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 async def awaited_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -74,7 +74,7 @@ def reward_model(models: Models, as_path: bool = False, chat: bool = False) -> d
     return {**call, "train_dataset": chats()} if chat else call
 
 
-# -- data, models, adapters ----------------------------------------------------------------------------------------------
+# -- data, models, adapters --------------------------------------------------------------------------------------------
 
 
 def chats(n: int = 16) -> Dataset:
@@ -128,11 +128,12 @@ class StopEarly(TrainerCallback):
         control.should_training_stop = state.global_step >= 2
 
 
-# -- rollouts, tools, environments ---------------------------------------------------------------------------------------
+# -- rollouts, tools, environments -------------------------------------------------------------------------------------
 
 
 class RolloutWithFeedback(ScriptedRollout):
-    """Some tokens of each completion come from an environment (``env_mask`` 0), and a column is made for the rewards."""
+    """Some tokens of each completion come from an environment (``env_mask`` 0), and a column is made for the
+    rewards."""
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = super().__call__(prompts, trainer)
@@ -188,8 +189,8 @@ def multiply(a: int, b: int) -> int:
 
 
 class CallsATool:
-    """Rollout whose first turn calls ``name`` in three of four completions, once of them with a wrong argument; the turn
-    after the tool's answer is made by the model itself."""
+    """Rollout whose first turn calls ``name`` in three of four completions, once of them with a wrong argument; the
+    turn after the tool's answer is made by the model itself."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.tokenizer, self.calls = name, AutoTokenizer.from_pretrained(folder), 0
@@ -254,7 +255,7 @@ def in_environment(models: Models) -> dict[str, Any]:
     }
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 TWICE = {"num_iterations": 2, "max_steps": 4}
 LEFT = {"sapo": "sapo", "luspo": "luspo", "vespo": "vespo"}

@@ -141,8 +141,8 @@ def movement_difference(ours: Run, stock: Run) -> float:
 
 
 def movement_bound(stock: Run, width: int = 32) -> float:
-    """What rounding alone may make of ``movement_difference`` in float32, from the run's own sizes and number of steps, and the model's
-    width. A tensor that did not move (frozen under an adapter) is not rounded either."""
+    """What rounding alone may make of ``movement_difference`` in float32, from the run's own sizes and number of steps,
+    and the model's width. A tensor that did not move (frozen under an adapter) is not rounded either."""
     weights = moved = 0.0
     for name, value in stock.weights.items():
         change = (value.double() - stock.start[name].double()).square().sum().item()
@@ -159,15 +159,17 @@ ONE_ROW_IN_A_HUNDRED = 1e-2
 
 
 def assert_same_movement(ours: Run, stock: Run) -> None:
-    """Equal but for rounding, and rounding is small enough here that a wrong row, factor or denominator would be seen."""
+    """Equal but for rounding, and rounding is small enough here that a wrong row, factor or denominator would be
+    seen."""
     assert movement_bound(stock) < ONE_ROW_IN_A_HUNDRED, "hardly trained: rounding hides what was to be compared"
     assert movement_difference(ours, stock) <= movement_bound(stock)
 
 
 def adamw_bound(stock: Run) -> float:
-    """The same under AdamW, whose step is g / (√v + 1e-8) and so of one size for every weight: a gradient that is off by δ moves its
-    weight by up to δ / |g| of a step, which is more than the relative error of the whole where |g| is small. Gradients spread over
-    some decades; the ones of a tenth of the typical size or less are a tenth of the weights, so the norm grows by about √10."""
+    """The same under AdamW, whose step is g / (√v + 1e-8) and so of one size for every weight: a gradient that is off
+    by δ moves its weight by up to δ / |g| of a step, which is more than the relative error of the whole where |g| is
+    small. Gradients spread over some decades; the ones of a tenth of the typical size or less are a tenth of the
+    weights, so the norm grows by about √10."""
     return 10**0.5 * movement_bound(stock)
 
 

@@ -29,7 +29,8 @@ class Case:
 
     Args:
         changes: of the configuration.
-        call: ``folder → keyword arguments`` of the constructor (and ``model``, ``processing_class``), made for each run.
+        call: ``folder → keyword arguments`` of the constructor (and ``model``, ``processing_class``), made for each
+            run.
         model: which of the saved models (a key of the ``models`` fixture).
         dead_rows: some rows have advantage 0; they are skipped, and ``entropy`` is then a mean over fewer tokens.
         plain: run ours from a plain ``GRPOConfig`` as well.
@@ -127,7 +128,8 @@ def metric_differences(ours: Run, stock: Run, without: tuple[str, ...] = ()) -> 
 
 
 def metric_bound(steps: int) -> float:
-    """Terms of size 1 (|Â|, nats relative to themselves), a step's mean over at most 24 rows of 10 tokens in float32."""
+    """Terms of size 1 (|Â|, nats relative to themselves), a step's mean over at most 24 rows of 10 tokens in
+    float32."""
     return metric_gap(torch.float32, max(steps, 1), additions=24 * 10)
 
 

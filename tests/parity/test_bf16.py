@@ -1,10 +1,10 @@
-"""bfloat16 (CPU autocast, float32 weights), stock beside ours: while the policy has not moved the ratio is exactly 1, and bins add no
-more error than bfloat16 has anyway.
+"""bfloat16 (CPU autocast, float32 weights), stock beside ours: while the policy has not moved the ratio is exactly 1,
+and bins add no more error than bfloat16 has anyway.
 
-The yardstick is stock's own rounding: the distance of its bfloat16 run from its float32 run. Ours is another draw of rounding errors of
-that size, thousands of weights wide, so its distance from stock's float32 run is the same within a factor of two. Weights and
-inputs are rounded alike in both, only sums run in another order, so the two bfloat16 runs are closer to each other than either
-is to float32.
+The yardstick is stock's own rounding: the distance of its bfloat16 run from its float32 run. Ours is another draw of
+rounding errors of that size, thousands of weights wide, so its distance from stock's float32 run is the same within a
+factor of two. Weights and inputs are rounded alike in both, only sums run in another order, so the two bfloat16 runs
+are closer to each other than either is to float32.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def test_a_resampled_batch_in_trls_own_batches_likewise(
 def test_without_an_update_since_generation_shapes_do_not_matter(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step over rows of two generation batches (3 micro-batches a step, 2 a generation): those just generated have ratio 1."""
+    """A step over rows of two generation batches (3 micro-batches a step, 2 a generation): those just generated have
+    ratio 1."""
     seen: list[torch.Tensor] = []
     record = exact_update.record_tokens
 
@@ -114,7 +115,8 @@ def stock(folder: Path, model: Path, name: str, bf16: bool) -> Run:
     return _stock[name, bf16]
 
 
-#: no ratio comes near a clip of 0.2 (a row that one draw of rounding cuts and another does not would be another objective's noise)
+#: no ratio comes near a clip of 0.2 (a row that one draw of rounding cuts and another does not would be another
+#: objective's noise)
 MOVES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4}
 
 

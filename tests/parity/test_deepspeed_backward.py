@@ -1,8 +1,9 @@
 """Bins under DeepSpeed: its engine divides a loss by ``gradient_accumulation_steps`` unless it is told not to.
 
-DeepSpeed need not be installed (with it: ``tests/distributed/test_zero.py``). The engine below keeps the rules of its ``engine.backward`` that
-matter: the division (``scale_wrt_gas``), that a loss must have a ``grad_fn``, and that some weight must get a gradient (ZeRO-2 makes its
-buckets then; ZeRO-3 forgets the last step's gradients then). It is driven by accelerate's own wrapper.
+DeepSpeed need not be installed (with it: ``tests/distributed/test_zero.py``). The engine below keeps the rules of its
+``engine.backward`` that matter: the division (``scale_wrt_gas``), that a loss must have a ``grad_fn``, and that some
+weight must get a gradient (ZeRO-2 makes its buckets then; ZeRO-3 forgets the last step's gradients then). It is driven
+by accelerate's own wrapper.
 """
 
 from __future__ import annotations

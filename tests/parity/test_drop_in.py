@@ -1,14 +1,16 @@
-"""Change one import and nothing else changes (issue A, must show 9): with ``objective`` unset, ``LabTrainer`` gives the same
-metrics and weights as stock TRL 1.16 on the same seed, for every option of ``GRPOConfig`` that runs on a CPU.
+"""Change one import and nothing else changes (issue A, must show 9): with ``objective`` unset, ``LabTrainer`` gives the
+same metrics and weights as stock TRL 1.16 on the same seed, for every option of ``GRPOConfig`` that runs on a CPU.
 
-Completions come from the model itself (transformers' ``generate``), so a difference in any weight, random number or batch
-shows in the next step's completions as well. Metrics (every value that stock logs) and weights: equal but for float32 rounding,
-the bound from the number of steps and the size of weights and movement (``tolerance.py``).
+Completions come from the model itself (transformers' ``generate``), so a difference in any weight, random number or
+batch shows in the next step's completions as well. Metrics (every value that stock logs) and weights: equal but for
+float32 rounding, the bound from the number of steps and the size of weights and movement (``tolerance.py``).
 ``entropy`` is a mean over the rows that were computed; where rows with advantage 0 are skipped it is another mean than
-stock's (docs/metrics.md), so such cases are compared twice: with ``dead_groups: keep`` all of it, with ``skip`` without it.
+stock's (docs/metrics.md), so such cases are compared twice: with ``dead_groups: keep`` all of it, with ``skip`` without
+it.
 
-Not here: what needs a GPU, a server or the hub (vLLM's engine, DeepSpeed, FSDP, quantisation, Liger, continuous batching,
-hub uploads). The sampler correction runs on scripted completions with TRL's own code and no engine (``parity/sampler.py``).
+Not here: what needs a GPU, a server or the hub (vLLM's engine, DeepSpeed, FSDP, quantisation, Liger, continuous
+batching, hub uploads). The sampler correction runs on scripted completions with TRL's own code and no engine
+(``parity/sampler.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def test_same_as_stock(case: Case, models: dict[str, Path], tmp_path: Path) -> N
         assert reason is None if case.left_to_trl is None else case.left_to_trl in reason
 
 
-# -- what is no single training ------------------------------------------------------------------------------------------
+# -- what is no single training ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""``eval_strategy: steps`` under an objective of ours: the metrics by hand, and what evaluating does to the training beside it."""
+"""``eval_strategy: steps`` under an objective of ours: the metrics by hand, and what evaluating does to the training
+beside it."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ def windows(found: Run) -> list[dict[str, Any]]:
 
 
 def test_evaluating_touches_the_random_stream_and_nothing_else(models: dict[str, Path], tmp_path: Path) -> None:
-    """After each step, in the middle of a generation batch, too. As in stock TRL an evaluation draws from the stream that training
-    draws from (its sampler, its data loader's seed), so that later completions are others. With a copy of the stream the run is
-    the same bit by bit: no metric, buffer, row or plan of the training is touched."""
+    """After each step, in the middle of a generation batch, too. As in stock TRL an evaluation draws from the stream
+    that training draws from (its sampler, its data loader's seed), so that later completions are others. With a copy of
+    the stream the run is the same bit by bit: no metric, buffer, row or plan of the training is touched."""
     seen: dict[int, list[Any]] = {}
     alone = run(LabTrainer, tmp_path, models["text"])
     beside = run(LabTrainer, tmp_path, models["text"], **EVALUATED)
@@ -103,7 +104,8 @@ def test_a_last_batch_that_is_not_full_is_warned_of(
 
 @pytest.mark.slow
 def test_continuous_batching_leaves_an_evaluation_one(models: dict[str, Path], tmp_path: Path) -> None:
-    """Transformers' engine puts the model into training mode: the evaluation's metrics lost their ``eval_``, its rows went to the update."""
+    """Transformers' engine puts the model into training mode: the evaluation's metrics lost their ``eval_``, its rows
+    went to the update."""
     blocks = {"num_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
     engine = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": blocks}
     changes = {**EVALUATED, **engine, "max_steps": 1, "num_iterations": 1, "max_completion_length": 3}

@@ -1,5 +1,5 @@
-"""The exact update gives stock's weights whatever the shape of the step: losses and movement (weights minus start) within what
-float32 allows for sums in another order (``tolerance.py``)."""
+"""The exact update gives stock's weights whatever the shape of the step: losses and movement (weights minus start)
+within what float32 allows for sums in another order (``tolerance.py``)."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ class WinnerTakesAll(GRPOTrainer):
 
 
 def winner_only(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """A rule under which the other rows of the winner's group have advantage 0: r_i − (best of the rest), not below 0."""
+    """A rule under which the other rows of the winner's group have advantage 0: r_i − (best of the rest), not below
+    0."""
     groups = rewards.view(-1, group_size)
     first = groups.topk(2, dim=1).values
     rest = torch.where(groups == first[:, :1], first[:, 1:], first[:, :1])
@@ -205,8 +206,8 @@ def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Pat
 def test_denominators_counted_after_skipping_would_be_seen(
     preset: str, dead_every: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test of the test: the classic mistake, rows and tokens counted from what the plan kept, must fail the comparison; and it
-    must pass where the plan keeps every row, since only the counting is wrong."""
+    """A test of the test: the classic mistake, rows and tokens counted from what the plan kept, must fail the
+    comparison; and it must pass where the plan keeps every row, since only the counting is wrong."""
     original, plans = exact_update.ExactUpdate._bin_loss, []
     make_plan = exact_update.ExactUpdate._plan
 
@@ -269,8 +270,8 @@ def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Pat
 
 @pytest.mark.parametrize("preset", STOCK)
 def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Model, gradients and steps in float64; TRL's head makes float32 log-probs (2e-7). The planning in pure float64, where nothing
-    rounds, is in ``tests/unit/test_update_plan_exact.py``."""
+    """Model, gradients and steps in float64; TRL's head makes float32 log-probs (2e-7). The planning in pure float64,
+    where nothing rounds, is in ``tests/unit/test_update_plan_exact.py``."""
     ours, stock = (
         train(kind, config, tiny_folder, dtype=torch.float64)
         for kind, config in (
@@ -285,7 +286,8 @@ def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tm
 def test_the_order_of_rows_does_not_matter(
     preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL shuffles rows after generation, which decides the micro-batch they are in: once as they come, once reversed."""
+    """TRL shuffles rows after generation, which decides the micro-batch they are in: once as they come, once
+    reversed."""
     found = []
     for order in (lambda batch: batch, reversed_rows):
         monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", order)

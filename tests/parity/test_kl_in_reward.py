@@ -108,7 +108,8 @@ def one_after_first(completion_ids: list[list[int]], trainer_state: Any, **_: An
 
 
 def test_a_small_penalty_on_a_large_reward_keeps_its_digits(tiny_folder: Path, tmp_path: Path) -> None:
-    """Rewards of 1 less 1e-5 · KL: in float32 the z-score of that was off by up to 6e-4. Expected: from the same log-probs, in float64."""
+    """Rewards of 1 less 1e-5 · KL: in float32 the z-score of that was off by up to 6e-4. Expected: from the same
+    log-probs, in float64."""
     beta = 1e-5
     config = LabConfig(
         **arguments(tmp_path, max_steps=4, num_iterations=2, learning_rate=0.3),
@@ -180,7 +181,8 @@ def test_every_token_pays_for_what_comes_after_it(tools: bool, tiny_folder: Path
 
 
 def test_added_to_trls_own_advantages_and_to_resampled_ones(tiny_folder: Path, tmp_path: Path) -> None:
-    """No rule of ours: TRL's z-score plus the KL to go; ``resample`` selects by rewards, although every token has an advantage."""
+    """No rule of ours: TRL's z-score plus the KL to go; ``resample`` selects by rewards, although every token has an
+    advantage."""
     beta = 0.5
     config = LabConfig(
         **arguments(tmp_path, max_steps=3, learning_rate=0.3),

@@ -28,7 +28,8 @@ class Recorder:
 
     def __call__(self, trainer: Any) -> None:
         if isinstance(trainer, LabTrainer):
-            trainer.exact_update.verdict.probe.why_stock()  # asked once a run; its forwards are not those of a generation batch
+            # asked once a run; its forwards are not those of a generation batch
+            trainer.exact_update.verdict.probe.why_stock()
 
         def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
             if not torch.is_grad_enabled():
@@ -58,7 +59,8 @@ FLOAT32 = log_prob_gap(torch.float32, nats=6.0, width=32)
 def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
     tmp_path: Path, tiny_folder: Path, changes: dict[str, Any]
 ) -> None:
-    """A second pass takes those of the first's forward; micro-batches that wait for a later step get theirs before the update."""
+    """A second pass takes those of the first's forward; micro-batches that wait for a later step get theirs before the
+    update."""
     stock, ours = both(tmp_path, tiny_folder, **changes)
     lengths = checked = 0
     for place, (batch, reference) in enumerate(zip(ours.left, stock.left, strict=True)):
@@ -120,8 +122,8 @@ def literal_log_probs(model: Any, prompt: list[int], completion: list[int]) -> l
 
 
 def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path) -> None:
-    """The penalty comes before the advantages, so no row can be left out: of each it is −0.1·Σ_t (log π − log π_ref), row by row
-    from the models themselves."""
+    """The penalty comes before the advantages, so no row can be left out: of each it is −0.1·Σ_t (log π − log π_ref),
+    row by row from the models themselves."""
     seen: list[tuple[list[float], list[float]]] = []
 
     class Team(LabTrainer):
@@ -172,7 +174,8 @@ def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder
 
 
 def test_kl_in_the_reward_leaves_an_on_policy_ratio_at_one(tmp_path: Path, models: dict[str, Path]) -> None:
-    """Log-probs for the penalty come from a forward with other dropout masks; with one update a batch the loss must not read them."""
+    """Log-probs for the penalty come from a forward with other dropout masks; with one update a batch the loss must not
+    read them."""
     seen: list[float] = []
 
     class Team(LabTrainer):

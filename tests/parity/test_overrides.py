@@ -1,7 +1,8 @@
-"""A team's method around the loss, the log-probs or the backward, and holes that one makes in the masks: trained as stock TRL trains them.
+"""A team's method around the loss, the log-probs or the backward, and holes that one makes in the masks: trained as
+stock TRL trains them.
 
-Each case is written once and put on stock and on ours, drop-in and with ``objective``. What stands around TRL's micro-batches gets TRL's
-micro-batches; a hole costs no bin.
+Each case is written once and put on stock and on ours, drop-in and with ``objective``. What stands around TRL's
+micro-batches gets TRL's micro-batches; a hole costs no bin.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def test_prompt_and_completion_fill_the_context(tmp_path: Path, changes: dict[st
 
 
 def test_only_padding_is_held_back() -> None:
-    """A row of 1 + 1 tokens at place 4 beside one of 3 + 4: its padding would reach place 10 of 7; real tokens keep theirs."""
+    """A row of 1 + 1 tokens at place 4 beside one of 3 + 4: its padding would reach place 10 of 7; real tokens keep
+    theirs."""
     long = {"prompt_ids": [[0, 0, 5, 6, 7], [0, 0, 0, 0, 8]], "prompt_mask": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}
     completions = {"completion_ids": [[1, 2, 3, 4], [9, 0, 0, 0]], "completion_mask": [[1] * 4, [1, 0, 0, 0]]}
     table = RowTable.of([{name: torch.tensor(value) for name, value in {**long, **completions}.items()}])

@@ -1,13 +1,15 @@
 """Every preset against stock TRL 1.16 on the same rollouts: per-step losses and final weights (issue A, must show 3).
 
-Tolerances follow from the claim (``tolerance.py``): the same formula in float32, added up in another order. A loss is a mean of terms of
-size |Â|, and with advantages that add up to zero it is what cancellation leaves over (on-policy, ``grpo`` with β = 0: 0 up to
-rounding); so its error is measured against the loss *or* the size of its terms (``TERMS``), whichever is larger. Weights are compared
-by what training did to them, which a weight holds only to 6e-8 of itself.
+Tolerances follow from the claim (``tolerance.py``): the same formula in float32, added up in another order. A loss is a
+mean of terms of size |Â|, and with advantages that add up to zero it is what cancellation leaves over (on-policy,
+``grpo`` with β = 0: 0 up to rounding); so its error is measured against the loss *or* the size of its terms
+(``TERMS``), whichever is larger. Weights are compared by what training did to them, which a weight holds only to 6e-8
+of itself.
 
-Where the difference is exactly 0: ``dr_grpo`` with β = 0 and ``update: off`` (losses and weights, any number of iterations).
-There both divide one masked sum by 4 rows × 32 tokens × 3 micro-batches, and 4 · 32 is a power of two, so TRL's two divisions
-round once, as ours does. Elsewhere TRL divides per row or in another order than ours, and the last bit differs.
+Where the difference is exactly 0: ``dr_grpo`` with β = 0 and ``update: off`` (losses and weights, any number of
+iterations). There both divide one masked sum by 4 rows × 32 tokens × 3 micro-batches, and 4 · 32 is a power of two, so
+TRL's two divisions round once, as ours does. Elsewhere TRL divides per row or in another order than ours, and the last
+bit differs.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ CASES = [
     for iterations in (1, 2)
 ]
 
-#: lower bound of the mean of |term| of a loss in this data: |Â| ≈ 0.3 … 0.8, times mean length / budget ≈ 0.4 in dr_grpo
+#: lower bound of the mean of |term| of a loss in this data: |Â| ≈ 0.3 … 0.8, times mean length / budget ≈ 0.4 in
+#: dr_grpo
 TERMS = 0.1
 #: CISPO's terms are w·|Â|·|log π|, and |log π| is about 6 nats in a random model of 747 tokens
 TERMS_OF_CISPO = 1.0
@@ -72,8 +75,8 @@ def _no_leftovers() -> Iterator[None]:
 
 
 def gentle(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A learning rate at which training is stable: with 0.5 a reused batch gave gradients of norm 20 (instead of 2), and a
-    rounding difference of one step is multiplied by that in the next."""
+    """A learning rate at which training is stable: with 0.5 a reused batch gave gradients of norm 20 (instead of 2),
+    and a rounding difference of one step is multiplied by that in the next."""
     return arguments(folder, **{"learning_rate": 0.1, **changes})
 
 
@@ -118,7 +121,8 @@ def test_preset_by_name(
     record_property("loss", loss_difference(ours, theirs))
     record_property("movement", movement_difference(ours, theirs))
     print(
-        f"{name}, beta {beta}, {iterations} iterations: losses differ by {loss_difference(ours, theirs):.1e}, movement by "
+        f"{name}, beta {beta}, {iterations} iterations: losses differ by {loss_difference(ours, theirs):.1e}, "
+        "movement by "
         f"{movement_difference(ours, theirs):.1e}, weights by {weight_difference(ours, theirs):.1e}"
     )
     assert_same(ours, theirs)

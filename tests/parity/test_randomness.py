@@ -1,10 +1,12 @@
-"""Under dropout the exact update is exact in distribution: the same mean gradient as stock's batches of all rows, from the live rows only.
+"""Under dropout the exact update is exact in distribution: the same mean gradient as stock's batches of all rows, from
+the live rows only.
 
-One optimizer step is made again and again on the same rows, at the same weights, by the trainer's own ``compute_loss``. A call holds
-COPIES of each row, which draw masks of their own, so CALLS calls are CALLS × COPIES ≥ 2,000 draws of the step, and each call's gradient is
-a mean of COPIES of them. Compared are PROJECTIONS random directions of every weight's gradient, two samples of CALLS values each: all
-|difference of means| / standard error stay below the two-sided t-quantile at ERROR / (number of directions) (Bonferroni, CALLS − 1
-degrees of freedom, Welch's least). Two equal distributions fail with a probability of at most ERROR.
+One optimizer step is made again and again on the same rows, at the same weights, by the trainer's own ``compute_loss``.
+A call holds COPIES of each row, which draw masks of their own, so CALLS calls are CALLS × COPIES ≥ 2,000 draws of the
+step, and each call's gradient is a mean of COPIES of them. Compared are PROJECTIONS random directions of every weight's
+gradient, two samples of CALLS values each: all |difference of means| / standard error stay below the two-sided
+t-quantile at ERROR / (number of directions) (Bonferroni, CALLS − 1 degrees of freedom, Welch's least). Two equal
+distributions fail with a probability of at most ERROR.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ def test_the_mean_gradient_is_that_of_all_rows(kind: str, tmp_path: Path, monkey
     assert gap_in_bounds(gradients(kind, "same_distribution", tmp_path), stock) > 1, "a live row was skipped, unseen"
 
 
-# -- what is computed, and what is said --------------------------------------------------------------------------------------
+# -- what is computed, and what is said --------------------------------------------------------------------------------
 
 
 def mostly_dead(number: list[int], **_: Any) -> list[float]:
@@ -181,8 +183,9 @@ def test_lora_keeps_the_speed_up_and_a_drop_in_run_says_what_it_costs(
 def test_old_log_probs_have_masks_of_their_own(
     update: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL makes them at generation, under masks that no training forward has: two passes share them, and neither has a ratio of 1
-    although the policy stands still. A forward's own log-probs in their place would be another distribution of the ratio."""
+    """TRL makes them at generation, under masks that no training forward has: two passes share them, and neither has a
+    ratio of 1 although the policy stands still. A forward's own log-probs in their place would be another distribution
+    of the ratio."""
     seen: list[tuple[Tensor, Tensor]] = []
     for room in (exact_update, micro_batch):
         record = room.record_tokens

@@ -21,7 +21,8 @@ from parity.tiny_vlm import with_images
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"beta": 0.1}])
 def test_images_of_an_open_batch(models: dict[str, Path], tmp_path: Path, more: dict[str, Any]) -> None:
-    """transformers saves LLaVA under other names than ``Trainer`` looks for: it loads none of the weights, and warns."""
+    """transformers saves LLaVA under other names than ``Trainer`` looks for: it loads none of the weights, and
+    warns."""
     saving = {
         "max_steps": 4,
         "save_strategy": "steps",

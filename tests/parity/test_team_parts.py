@@ -1,7 +1,7 @@
 """Parts of a team that are no function of one row: the exact update finds out and trains what was written.
 
-Each is trained twice on the same scripted completions, as it comes and with ``update: off`` (micro-batches as TRL cuts them), and
-the weights must move alike. A part that only the rows decide is still cut into bins.
+Each is trained twice on the same scripted completions, as it comes and with ``update: off`` (micro-batches as TRL cuts
+them), and the weights must move alike. A part that only the rows decide is still cut into bins.
 """
 
 from __future__ import annotations

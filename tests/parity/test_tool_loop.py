@@ -1,7 +1,8 @@
-"""TRL's own tool loop over several turns under our objective: what a tool said carries no loss, and the exact update sees the same.
+"""TRL's own tool loop over several turns under our objective: what a tool said carries no loss, and the exact update
+sees the same.
 
-Only the sampler is scripted (``_generate_single_turn``); the calls, the tools' answers, the tokens of both and the mask are TRL's.
-The oracle knows which tokens the sampler made, and nothing of the mask.
+Only the sampler is scripted (``_generate_single_turn``); the calls, the tools' answers, the tokens of both and the mask
+are TRL's. The oracle knows which tokens the sampler made, and nothing of the mask.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def policys(row: tuple[list[int], list[int]], turns: list[tuple[list[int], list[
 
 
 def by_hand(script: Script, folder: Path, start: dict[str, torch.Tensor]) -> Run:
-    """One SGD step of Dr.GRPO on-policy, row by row: ∇ of −1/N · Σ_i A_i · Σ_t log π(y_t) / budget over the sampler's tokens."""
+    """One SGD step of Dr.GRPO on-policy, row by row: ∇ of −1/N · Σ_i A_i · Σ_t log π(y_t) / budget over the sampler's
+    tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     rewards = torch.tensor(script.rewards, dtype=torch.float64).view(-1, 4)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()

@@ -60,7 +60,7 @@ def test_a_machine_of_a_multi_node_run_gets_its_place() -> None:
     assert (chosen.main_process_ip, chosen.main_process_port, chosen.rdzv_backend) == ("10.0.0.1", 29500, "static")
 
 
-# -- Slurm ---------------------------------------------------------------------------------------------------------------
+# -- Slurm -------------------------------------------------------------------------------------------------------------
 
 STAND_INS = {
     "scontrol": 'echo "scontrol $*" >> "$LOG"; printf "n1\\nn2\\nn3\\n" | head -n "$NODES"',
@@ -177,7 +177,8 @@ def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]
 def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
     sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    """The signal comes to the batch script alone (B:), which passes it on; Slurm's srun, or its stand-in, hands it over."""
+    """The signal comes to the batch script alone (B:), which passes it on; Slurm's srun, or its stand-in, hands it
+    over."""
     head = SLURM.read_text().split("set -euo")[0]
     for line in ("#SBATCH --requeue", "#SBATCH --signal=B:USR1@600", "#SBATCH --open-mode=append"):
         assert line in head.splitlines()

@@ -1,4 +1,5 @@
-"""Recipes of published numbers: each is dry-run on real rows with the real tokenizer, and its prompt is the source's, letter by letter."""
+"""Recipes of published numbers: each is dry-run on real rows with the real tokenizer, and its prompt is the source's,
+letter by letter."""
 
 from __future__ import annotations
 
@@ -18,19 +19,26 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 REPRODUCE = sorted((RECIPES / "reproduce").glob("*.yaml"))
 CONTROL = "oat-zero-qwen2.5-math-1.5b-coin"
 
-# eric-haibin-lin/verl-data, gsm8k/Qwen2.5-0.5B-bsz256_2-prompt1024-resp512-0.567.log: a prompt as that run printed it (test row 901)
+# eric-haibin-lin/verl-data, gsm8k/Qwen2.5-0.5B-bsz256_2-prompt1024-resp512-0.567.log: a prompt as that run printed it
+# (test row 901)
 VERL_PRINTED = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-    "Calvin is making soup for his family for dinner. He has a pot with enough soup to fill four adult's bowls or eight child's "
-    "bowls. He is an adult and will be eating with his adult wife and their two children. If everyone eats one bowl at a meal, how "
-    "many times will each child be able to have a bowl of soup for lunch from the leftover soup? Let's think step by step and output "
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+    "assistant.<|im_end|>\n<|im_start|>user\n"
+    "Calvin is making soup for his family for dinner. He has a pot with enough soup to fill four adult's bowls or "
+    "eight child's "
+    "bowls. He is an adult and will be eating with his adult wife and their two children. If everyone eats one bowl "
+    "at a meal, how "
+    "many times will each child be able to have a bowl of soup for lunch from the leftover soup? Let's think step by "
+    "step and output "
     'the final answer after "####".<|im_end|>\n<|im_start|>assistant\n'
 )
 # the LoRA runs' logs print it without special tokens (test row 0)
 VERL_LORA_PRINTED = (
     "system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\nuser\n"
-    "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her friends every day with "
-    "four. She sells the remainder at the farmers' market daily for $2 per fresh duck egg. How much in dollars does she make every "
+    "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her friends "
+    "every day with "
+    "four. She sells the remainder at the farmers' market daily for $2 per fresh duck egg. How much in dollars does "
+    "she make every "
     "day at the farmers' market? Let's think step by step and output the final answer after \"####\".\nassistant\n"
 )
 # hkust-nlp/RL-Verifier-Pitfalls (the laboratory's later copy), examples/simplelr_math_eval/utils.py, PROMPT_TEMPLATES
@@ -40,21 +48,27 @@ QWEN_BOXED = (
     "<|im_start|>user\n{input}\nPlease reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
-# sail-sg/understand-r1-zero, train_zero_math.py, apply_qwen_math_template and apply_r1_template: before and after the question
+# sail-sg/understand-r1-zero, train_zero_math.py, apply_qwen_math_template and apply_r1_template: before and after the
+# question
 OAT_QWEN_MATH = (
-    "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>user\n",
+    "<|im_start|>system\nPlease reason step by step, and put your final answer within "
+    "\\boxed{}.<|im_end|>\n<|im_start|>user\n",
     "<|im_end|>\n<|im_start|>assistant\n",
 )
 OAT_R1 = (
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
-    "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\nUser: ",
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the answer. "
+    "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+    "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\nUser: ",
     "\nAssistant: <think>",
 )
-# ServiceNow/TapeAgents, conf/rl_gsm8k.yaml (commit e7ddebba), task_template: a block scalar, so `\n` stays two characters
+# ServiceNow/TapeAgents, conf/rl_gsm8k.yaml (commit e7ddebba), task_template: a block scalar, so `\n` stays two
+# characters
 TAPEAGENTS = r"{task}\nPlease reason step by step, and put your final answer within \boxed{{}}."
 
 
-# What Qwen2.5's own chat template makes of a system and a user turn; the one of shared/data is Qwen3's, which opens `<think>`
+# What Qwen2.5's own chat template makes of a system and a user turn; the one of shared/data is Qwen3's, which opens
+# `<think>`
 CHAT_ML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -71,7 +85,8 @@ def tokenizer(grpo_lab_data: Path) -> Any:
 
 
 def here(path: Path, data: Path) -> dict[str, Any]:
-    """The recipe's rows and tokenizer as they are on this machine: MATH-500 stands for MATH, the Qwen BPE for Llama's."""
+    """The recipe's rows and tokenizer as they are on this machine: MATH-500 stands for MATH, the Qwen BPE for
+    Llama's."""
     written = yaml.safe_load(path.read_text())
     changes: dict[str, Any] = {"use_cpu": True, "bf16": False, "model.tokenizer": str(data / "tokenizers" / "qwen3")}
     for section, rows in (("data", written["data"]), ("evaluation.data", written["evaluation"]["data"])):

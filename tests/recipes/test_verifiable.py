@@ -1,4 +1,5 @@
-"""The recipes of made coding tasks, games and proofs: two optimizer steps of each, from the cold start to the report."""
+"""The recipes of made coding tasks, games and proofs: two optimizer steps of each, from the cold start to the
+report."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def test_everything_imports_and_help_is_there(installed: Installed) -> None:
 
 
 def assert_little_noise(said: str) -> None:
-    """On stderr: two trainings and two evaluations with a line of progress each (begin, middle, end), and the package's own lines."""
+    """On stderr: two trainings and two evaluations with a line of progress each (begin, middle, end), and the package's
+    own lines."""
     lines = [line for line in re.split(r"[\r\n]+", said) if line.strip()]
     assert len(lines) <= MOST_LINES, said
     noise = ("Map", "Loading weights", "Writing model", "Tokenizing", "{'", "FutureWarning", "Triton", "special tokens")

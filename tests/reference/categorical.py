@@ -1,7 +1,7 @@
 """A policy small enough to enumerate: autoregressive over 4 tokens and 3 positions, 64 sequences, float64.
 
-Every prefix has logits of its own (1 + 4 + 16 rows of 4), so the policy can be any distribution over sequences. With all
-sequences in one batch, an expectation is a sum weighted by the sequences' probabilities: no sampling noise.
+Every prefix has logits of its own (1 + 4 + 16 rows of 4), so the policy can be any distribution over sequences. With
+all sequences in one batch, an expectation is a sum weighted by the sequences' probabilities: no sampling noise.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class World:
             ref_logps=token_logps(self.reference),
         )
 
-    # -- what gradients are compared with --------------------------------------------------------------------------------
+    # -- what gradients are compared with ------------------------------------------------------------------------------
 
     def divergence(self, logits: Tensor) -> Tensor:
         """KL(π‖π_ref) of the distribution over whole sequences."""

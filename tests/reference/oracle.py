@@ -1,7 +1,7 @@
 """The formulas as slow literal loops over Python floats (float64), with their gradients differentiated by hand.
 
-Independent of ``grpo_lab``: nothing is imported from it, no tensor is used, no step is shared with it. Rows are lists of
-their *selected* tokens only, so that masking cannot be wrong here. NaN is spelt ``None``.
+Independent of ``grpo_lab``: nothing is imported from it, no tensor is used, no step is shared with it. Rows are lists
+of their *selected* tokens only, so that masking cannot be wrong here. NaN is spelt ``None``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 Rewards = list[float | None]
 
 
-# -- advantages ----------------------------------------------------------------------------------------------------------
+# -- advantages --------------------------------------------------------------------------------------------------------
 
 
 def _mean(values: list[float]) -> float:
@@ -62,7 +62,7 @@ def _advantage(
     raise KeyError(rule)
 
 
-# -- loss and its gradient -----------------------------------------------------------------------------------------------
+# -- loss and its gradient ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -164,7 +164,8 @@ def loss_and_gradient(
     tau: float = 0.1,
     **clip: float | None,
 ) -> tuple[float, list[list[float]]]:
-    """The scalar loss and d loss / d log π of every selected token. ``denominators`` = rows, tokens, budget, micro-batches."""
+    """The scalar loss and d loss / d log π of every selected token. ``denominators`` = rows, tokens, budget,
+    micro-batches."""
     total = sum(len(row.logps) for row in rows)
     loss, gradients = 0.0, []
     for row in rows:

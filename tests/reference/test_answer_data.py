@@ -1,4 +1,5 @@
-"""AccuracyReward against other people's labels and every gold of GSM8K, MATH-500 and AIME 2024 (real data; see conftest).
+"""AccuracyReward against other people's labels and every gold of GSM8K, MATH-500 and AIME 2024 (real data; see
+conftest).
 
 `GRPO_LAB_WRITE_DOCS=1 pytest tests/reference/test_answer_data.py` rewrites the generated part of
 docs/algorithms/accuracy_reward.md; without it the tests compare that part with what they found.

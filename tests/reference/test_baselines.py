@@ -1,7 +1,8 @@
-"""A baseline leaves the policy gradient unbiased; dividing by σ, or keeping only the maximum, does not. Every group enumerated, no sampling.
+"""A baseline leaves the policy gradient unbiased; dividing by σ, or keeping only the maximum, does not. Every group
+enumerated, no sampling.
 
-One question, answers y ∈ {0, 1, 2} from a softmax, groups of G = 3: 27 groups with their probabilities. What a rule teaches on average is
-E[1/G Σ_i Â_i ∇log π(y_i)]; the truth is ∇E[r] (docs/algorithms/reinforce.md).
+One question, answers y ∈ {0, 1, 2} from a softmax, groups of G = 3: 27 groups with their probabilities. What a rule
+teaches on average is E[1/G Σ_i Â_i ∇log π(y_i)]; the truth is ∇E[r] (docs/algorithms/reinforce.md).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def test_dividing_by_the_deviation_and_keeping_the_maximum_are_not(rule: str) ->
 
 
 def test_the_deviation_weighs_questions() -> None:
-    """Two questions of equal slope, pass rates 0.5 and about 0.05 or 0.95: the z-score teaches the lopsided one more, per unit of slope."""
+    """Two questions of equal slope, pass rates 0.5 and about 0.05 or 0.95: the z-score teaches the lopsided one more,
+    per unit of slope."""
     for rate in (0.05, 0.95):
         ratios = []
         for p in (0.5, rate):

@@ -16,7 +16,8 @@ NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten
 NAMES = "Liam|Olivia|Noah|Emma|Ava|Mateo|Sofia|Aisha|Kenji|Priya|Chen|Fatima|Lars|Ingrid|Pavel".split("|")  # noqa: SIM905
 SENTENCE_STARTS = (
     "the a an if how what when she he they it in on at each there his her for after every one two three four five six "
-    "seven eight nine ten half some all this that to and but then of with out today yesterday tomorrow last next during "
+    "seven eight nine ten half some all this that to and but then of with out today yesterday tomorrow last next "
+    "during "
     "by monday tuesday wednesday thursday friday saturday sunday january february march april may june july august "
     "september october november december mr mrs ms dr i their from as its while since calculate find"
 )

@@ -1,7 +1,7 @@
 """``scripts/grpo_flat.py`` and ``LabTrainer`` on the same completions: the same losses and the same weights.
 
-Two implementations that share no line: the flat script pads on the right, scores all logits and computes every row; the library
-leaves dead rows out, cuts bins and takes TRL's LM head.
+Two implementations that share no line: the flat script pads on the right, scores all logits and computes every row; the
+library leaves dead rows out, cuts bins and takes TRL's LM head.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def test_same_losses_and_weights(
         batch = flat.prepare(model, reference, prompts, answers, rewards, settings)
         losses += [flat.update(model, optimizer, batch, settings) for _ in range(updates)]
     ours = Run(losses, [], {k: v.detach() for k, v in model.state_dict().items()}, lab.start, [], None)
-    # float32: terms of size ≤ 2 (advantages, ratios), log-probs of size ≤ 8 rounded at 6e-8 relative: 1e-6 in a mean of either
+    # float32: terms of size ≤ 2 (advantages, ratios), log-probs of size ≤ 8 rounded at 6e-8 relative: 1e-6 in a mean of
+    # either
     assert losses == pytest.approx(lab.losses, rel=1e-5, abs=4e-6)
     assert movement_difference(ours, lab) < 2e-4, "relative to the movement; where signs cancel, its terms are larger"
     moved = sum((lab.weights[name] - value).square().sum().item() for name, value in lab.start.items()) ** 0.5

@@ -2,7 +2,8 @@
 
 The gradients come from the code that trains (``KLTerm``, ``Objective``), weighted by the probability of every sequence,
 and are compared with the gradient of KL(π‖π_ref) of the distribution over whole sequences. The table in
-``docs/algorithms/kl.md`` is written from here: ``python tests/reference/test_kl_gradients.py --write`` (a test compares).
+``docs/algorithms/kl.md`` is written from here: ``python tests/reference/test_kl_gradients.py --write`` (a test
+compares).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def policy_gradient(world: World, advantages: Tensor, push: object) -> Tensor:
     return world.gradient(expected_loss)
 
 
-# -- what is exact -------------------------------------------------------------------------------------------------------
+# -- what is exact -----------------------------------------------------------------------------------------------------
 
 
 def test_the_enumeration_is_complete() -> None:
@@ -220,7 +221,8 @@ def test_a_baseline_of_the_group_keeps_k1_in_the_reward_exact() -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_per_token_in_the_reward_has_the_gradient_of_the_sum(estimator: str) -> None:
-    """What lies before a token is no consequence of it: charging for what follows alone changes nothing but the noise."""
+    """What lies before a token is no consequence of it: charging for what follows alone changes nothing but the
+    noise."""
     torch.testing.assert_close(per_token_in_reward(WORLD, estimator), in_reward(WORLD, estimator), **EXACT)
 
 
@@ -238,7 +240,7 @@ def test_the_comparison_can_fail() -> None:
     assert relative_error(-in_reward(WORLD, "k1"), true_gradient(WORLD)) == pytest.approx(2.0)
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 WHAT = {

@@ -23,7 +23,8 @@ LATIN = ("de", "en", "es", "fr", "pt", "vi")
 CJK = ("ja", "zh")
 
 CLOSE_PAIRS: dict[tuple[str, str], tuple[float, str]] = {}
-"""(text, target) → (figure, reason) for close languages above 0.2. None so far; the highest is Portuguese as Spanish, 0.09."""
+"""(text, target) → (figure, reason) for close languages above 0.2. None so far; the highest is Portuguese as Spanish,
+0.09."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def scores(texts: list[str], target: str) -> list[float]:
 
 
 def words(texts: list[str], language: str) -> list[str]:
-    """What a reader would call the words of these sentences: between spaces, or single characters of Chinese and Japanese."""
+    """What a reader would call the words of these sentences: between spaces, or single characters of Chinese and
+    Japanese."""
     if language in CJK:
         return [character for text in texts for character in text if character.isalpha()]
     return [word for text in texts for word in text.split() if any(map(str.isalpha, word))]
@@ -168,7 +170,8 @@ def report(data: Path) -> None:
             every = sorted(error for errors in by_pair.values() for error in errors)
             worst = max(by_pair, key=lambda pair: mean(by_pair[pair]))
             print(
-                f"{size} words, {name}: mean error {mean(every):.3f}, 90% of mixes within {every[int(0.9 * len(every))]:.3f}, "
+                f"{size} words, {name}: mean error {mean(every):.3f}, 90% of mixes within "
+                f"{every[int(0.9 * len(every))]:.3f}, "
                 f"worst pair {worst} {mean(by_pair[worst]):.3f}, worst mix {every[-1]:.2f}"
             )
     for kind, texts in mathematics(data).items():

@@ -1,4 +1,5 @@
-"""On real outputs whose answers stand in boxes, AccuracyReward and TRL's `accuracy_reward` say the same (a sample; the script: all)."""
+"""On real outputs whose answers stand in boxes, AccuracyReward and TRL's `accuracy_reward` say the same (a sample; the
+script: all)."""
 
 from __future__ import annotations
 

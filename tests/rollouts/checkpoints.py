@@ -1,7 +1,7 @@
 """Small checkpoints on disk for the engine tests: random ones of three architectures, and a real pretrained one.
 
-vLLM's CPU attention has kernels for head sizes 32, 64, 80, ... only; it starts with others and fails at the first token.
-stories260K has heads of 8, so it is widened here without changing the function it computes.
+vLLM's CPU attention has kernels for head sizes 32, 64, 80, ... only; it starts with others and fails at the first
+token. stories260K has heads of 8, so it is widened here without changing the function it computes.
 """
 
 from __future__ import annotations

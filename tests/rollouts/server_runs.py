@@ -1,8 +1,8 @@
 """A short training against a vLLM server, and a server that is killed while a generation is under way.
 
-Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url", "dead_url", "out",
-"server_pid", "bad_push", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its start at the dead address and its run,
-and what it logged.
+Run as a script by ``accelerate launch`` (several ranks): ``server_runs.py spec.json`` with ``{"model", "url",
+"dead_url", "out", "server_pid", "bad_push", "kill_at"}``; each rank writes ``rank-<r>.json``: the errors that ended its
+start at the dead address and its run, and what it logged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[
 
 
 def poison(owner: Any, name: str, bad: int) -> None:
-    """NaN in one layer of the engine's weights, in the ``bad``-th sync alone. ``owner.name(…, named_params)`` sends them."""
+    """NaN in one layer of the engine's weights, in the ``bad``-th sync alone. ``owner.name(…, named_params)`` sends
+    them."""
     push, pushes = getattr(owner, name), [0]
 
     def pushed(*args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""An engine in the trainer's process: its seed, a load that breaks off, and weights that stop arriving between two proofs."""
+"""An engine in the trainer's process: its seed, a load that breaks off, and weights that stop arriving between two
+proofs."""
 
 from __future__ import annotations
 

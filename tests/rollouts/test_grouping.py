@@ -1,4 +1,5 @@
-"""Folding equal prompts into one request, with a stand-in for the engine's answer objects (the engine itself: test_engine)."""
+"""Folding equal prompts into one request, with a stand-in for the engine's answer objects (the engine itself:
+test_engine)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``LabTrainer`` with ``vllm_mode: server``: a real vLLM in a second process, weights through shared memory, planted faults.
+"""``LabTrainer`` with ``vllm_mode: server``: a real vLLM in a second process, weights through shared memory, planted
+faults.
 
 One server serves most of the module: another run's weights replace the last run's at its first sync.
 """
@@ -227,8 +228,8 @@ def test_the_run_resumes_against_a_new_server(new_server: Server, models: Any, c
 
 
 def test_two_ranks_save_and_end_together(new_server: Server, models: Any, tmp_path: Path) -> None:
-    """Only rank 0 talks to the server. NaN in its second weights: both leave that step out. Killed in the fourth generation: both
-    write the checkpoint and raise the same error."""
+    """Only rank 0 talks to the server. NaN in its second weights: both leave that step out. Killed in the fourth
+    generation: both write the checkpoint and raise the same error."""
     assert new_server.process is not None
     spec = {"model": models("qwen2", True), "url": new_server.options.base_url, "out": str(tmp_path)}
     spec |= {
@@ -309,7 +310,8 @@ def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, t
 
 
 def test_a_step_with_nan_from_the_server_is_left_out(untied_server: str, models: Any, tmp_path: Path) -> None:
-    """The server cannot write NaN as JSON: completions are asked for once more without log-probs, and not trained on."""
+    """The server cannot write NaN as JSON: completions are asked for once more without log-probs, and not trained
+    on."""
     trainer = build(tmp_path, models("qwen3", False), untied_server, max_steps=4)
     client, moves = trainer.vllm_generation.vllm_client, Moves(trainer)
     poison(client.courier, "push", 2)

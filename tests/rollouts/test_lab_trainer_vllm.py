@@ -1,4 +1,5 @@
-"""``LabTrainer`` with a real vLLM engine in its process: the sync is proven at every step, and a planted fault is caught."""
+"""``LabTrainer`` with a real vLLM engine in its process: the sync is proven at every step, and a planted fault is
+caught."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def send(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_with_nan_from_the_engine_is_left_out(tmp_path: Path, send: None) -> None:
-    """NaN in the second weights alone: the step is left out to the bit, and the next one is right, its pages of the cache, too."""
+    """NaN in the second weights alone: the step is left out to the bit, and the next one is right, its pages of the
+    cache, too."""
     trainer = build(tmp_path, "qwen2", tie=True, max_steps=4)
     moves = Moves(trainer)
     poison(engine, "push_weights", 2)

@@ -1,4 +1,5 @@
-"""Completions for curation by a real vLLM engine: counts, seeds, agreement with transformers, `curate` with `use_vllm`."""
+"""Completions for curation by a real vLLM engine: counts, seeds, agreement with transformers, `curate` with
+`use_vllm`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def asked(
     limit: int = 1000,
     **more: Any,
 ) -> tuple[int, str, dict[str, str]]:
-    """Status, text and headers of one request. `headers`: over the good ones; None leaves one out; pairs stand as given."""
+    """Status, text and headers of one request. `headers`: over the good ones; None leaves one out; pairs stand as
+    given."""
     if not isinstance(headers, list):
         headers = [(key, value) for key, value in {**GOOD, **(headers or {})}.items() if value is not None]
     scope = {"type": kind, "method": method, "path": path, "root_path": "", **more}

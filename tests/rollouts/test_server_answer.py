@@ -104,8 +104,8 @@ def log_prob(value: Any) -> Callable[[Answer], Any]:
 def test_completions_that_were_not_asked_for_are_refused(
     spoiling: tuple[type[Spoiling], LabVLLMClient], spoil: Callable[[Answer], Any], told: str
 ) -> None:
-    """Before, a batch too long, in another order, broken off or without some log-probs was trained on; the rest ended in a
-    traceback without a checkpoint."""
+    """Before, a batch too long, in another order, broken off or without some log-probs was trained on; the rest ended
+    in a traceback without a checkpoint."""
     handler, client = spoiling
     assert client.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"] == [[20 + row, 3, 4] for row in range(4)]
 

@@ -230,7 +230,8 @@ def test_a_sleeping_server_ends_the_wait_with_a_checkpoint(server: str, model: s
 
 
 def test_completions_that_a_sleep_broke_off_are_not_trained_on(server: str, model: str, tmp_path: Path) -> None:
-    """`/sleep` under a generation: vLLM answers 200 with what was there, `finish_reason: abort`. Before, it was trained on."""
+    """`/sleep` under a generation: vLLM answers 200 with what was there, `finish_reason: abort`. Before, it was trained
+    on."""
     trainer = build(tmp_path, model, server, max_completion_length=100, rollout={"verify_every": 0})
     kill_during(trainer.vllm_generation.vllm_client, 3, lambda: session(server).post(f"{server}/sleep?level=1"))
     try:

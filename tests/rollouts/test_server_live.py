@@ -1,4 +1,5 @@
-"""A real `grpo-lab serve`: no route of it without the token; then killed in the middle of a training, which goes on with the next.
+"""A real `grpo-lab serve`: no route of it without the token; then killed in the middle of a training, which goes on
+with the next.
 
 One server for the file; the last test kills it, and starts the second as a scheduler would.
 """
@@ -144,7 +145,8 @@ def test_it_is_asked_by_its_own_name_and_by_no_web_page(served: Served) -> None:
 def test_a_web_socket_is_not_opened(served: Served) -> None:
     shake = (
         f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nAuthorization: Bearer {served.token}\r\n\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nAuthorization: Bearer "
+        f"{served.token}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", served.port), timeout=300) as raw:
         raw.sendall(shake.encode())
@@ -265,7 +267,8 @@ LONG = {"max_completion_length": 100, "max_steps": 4, "save_strategy": "steps", 
 def test_the_run_goes_on_with_the_server_that_comes_after_a_killed_one(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: Any
 ) -> None:
-    """Last of the file. The third of four generations is killed; weights and rows are those of a run that lost nothing."""
+    """Last of the file. The third of four generations is killed; weights and rows are those of a run that lost
+    nothing."""
     asked = drawn_alike(monkeypatch)
     whole = build(tmp_path / "whole", served.model, served.url, **LONG)
     whole.train()

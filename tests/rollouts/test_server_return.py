@@ -70,7 +70,8 @@ def test_a_server_that_refuses_the_token_is_named_at_once() -> None:
     "said", ["", "<html>", "{}", "[1]", '{"vllm_config": {}}', '{"data": [{"id": "m"}], "vllm_config": {}}']
 )
 def test_another_program_at_the_port_is_named(said: str) -> None:
-    """It answers everything with 200; before, the run ended with `KeyError: 'data'`, and after a loss without its checkpoint."""
+    """It answers everything with 200; before, the run ended with `KeyError: 'data'`, and after a loss without its
+    checkpoint."""
     port = free_port()
     generation = SimpleNamespace(
         accelerator=SimpleNamespace(is_main_process=True, num_processes=1, device="cpu"),

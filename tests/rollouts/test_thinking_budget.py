@@ -34,7 +34,8 @@ def settings(budget: int, length: int = 40, stop: str = STOP) -> ThinkingBudget:
 
 
 class Scripted:
-    """A policy that writes `thought` until the context holds </think>, then `answer`; log-prob -k for the k-th token."""
+    """A policy that writes `thought` until the context holds </think>, then `answer`; log-prob -k for the k-th
+    token."""
 
     def __init__(self, thoughts: dict[str, str], answer: str = "42$") -> None:
         self.thoughts, self.answer = thoughts, answer
@@ -144,7 +145,8 @@ def test_empty_batch() -> None:
     answer=st.text(alphabet="01$", max_size=40),
 )
 def test_mask_can_be_read_off_the_ids(budget: int, length: int, thoughts: list[str], answer: str) -> None:
-    """For any policy: lengths agree, the limit holds, NaN stands exactly where the mask is 0, and the mask is recovered."""
+    """For any policy: lengths agree, the limit holds, NaN stands exactly where the mask is 0, and the mask is
+    recovered."""
     limits = settings(budget, budget + len(STOP) + 1 + length)
     # What follows an end-of-text token is never generated.
     script = {str(i): text.partition(EOS)[0] + EOS for i, text in enumerate(thoughts)}

@@ -1,4 +1,5 @@
-"""The thinking budget inside ``LabTrainer`` on a real vLLM engine, importance correction on, against the float64 oracle."""
+"""The thinking budget inside ``LabTrainer`` on a real vLLM engine, importance correction on, against the float64
+oracle."""
 
 from __future__ import annotations
 

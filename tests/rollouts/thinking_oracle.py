@@ -29,7 +29,8 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def questions(n: int = 16) -> Dataset:
-    """Every third prompt ends in a closed thinking block, so that a batch holds rows that are cut and rows that are not."""
+    """Every third prompt ends in a closed thinking block, so that a batch holds rows that are cut and rows that are
+    not."""
     return Dataset.from_dict({"prompt": [f"Tom has {i} apples.\n{CLOSED if i % 3 == 2 else ''}" for i in range(n)]})
 
 
@@ -46,7 +47,8 @@ def settings(folder: Any, budget: int | None, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Step:
-    """One optimizer step: the weights before it, the micro-batches as TRL cut them, the gradient that the trainer made."""
+    """One optimizer step: the weights before it, the micro-batches as TRL cut them, the gradient that the trainer
+    made."""
 
     aggregation: str
     model: Any
@@ -172,7 +174,8 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def check_budget_is_obeyed(step: Step, tokenizer: Any, budget: int | None) -> int:
-    """Every completion of the step; returns how many were cut. Inserted positions: context, no loss, NaN for the sampler."""
+    """Every completion of the step; returns how many were cut. Inserted positions: context, no loss, NaN for the
+    sampler."""
     cut = 0
     for batch in step.batches:
         for i, row in enumerate(rows_of(batch)):

@@ -1,4 +1,5 @@
-r"""Completions that are out to hurt whoever reads them: families of texts, seeded. Used by ``hostile_text.py`` and its test.
+r"""Completions that are out to hurt whoever reads them: families of texts, seeded. Used by ``hostile_text.py`` and its
+test.
 
 ``hostile(count, seed)`` gives ``(family, completion)``, the families in turn, so that any beginning has all of them.
 """
@@ -276,7 +277,10 @@ def unicode_noise(rng: Random) -> str:
 
 
 def number_words(rng: Random) -> str:
-    written = "one two hundred thousand million billion half a an third quarters of and point dozen score minus percent twenty k"
+    written = (
+        "one two hundred thousand million billion half a an third quarters of and point dozen score minus "
+        "percent twenty k"
+    )
     words = written.split()
     return rng.choice([" ", "-", "  "]).join(rng.choice(words) for _ in range(rng.choice([2, 8, 40, 3000])))
 

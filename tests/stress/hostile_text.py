@@ -1,13 +1,14 @@
-"""Hostile completions, and every real one of ../shared/data, through every reward of ours; TRL's ``accuracy_reward`` in a thread beside.
+"""Hostile completions, and every real one of ../shared/data, through every reward of ours; TRL's ``accuracy_reward`` in
+a thread beside.
 
     python tests/stress/hostile_text.py [--count 20000] [--seed 0] [--trl 4]
 
-Watched: no exception, no verdict later than its limit and a second (rewards that judge in this process: a
-second of processor time and a second), memory, the
-pool alive at the end and right about an honest answer, nothing run (a canary file). Of TRL the first ``--trl`` texts of every
-family, one by one in a thread as a trainer may have it, ten seconds each before it counts as hung. Ends with code 1 if a promise of
-ours is broken. ``CodeReward`` runs programs by purpose and has attacks of its own (``tests/unit/code_attacks.py``): here its reading
-of a completion. ``TokenClassificationSteps`` needs a model: here its splitting.
+Watched: no exception, no verdict later than its limit and a second (rewards that judge in this process: a second of
+processor time and a second), memory, the pool alive at the end and right about an honest answer, nothing run (a canary
+file). Of TRL the first ``--trl`` texts of every family, one by one in a thread as a trainer may have it, ten seconds
+each before it counts as hung. Ends with code 1 if a promise of ours is broken. ``CodeReward`` runs programs by purpose
+and has attacks of its own (``tests/unit/code_attacks.py``): here its reading of a completion.
+``TokenClassificationSteps`` needs a model: here its splitting.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
     broken += ["a text was run as a program"] if Path(CANARY).exists() else []
     broken += [f"memory grew from {before >> 20} to {most >> 20} MiB"] if most > before + (512 << 20) else []
     print(
-        f"{done:,} texts; worker ends {dict(pools.ends)}; verdicts {dict(pools.rewards['AccuracyReward strict'].counts)}"
+        f"{done:,} texts; worker ends {dict(pools.ends)}; verdicts "
+        f"{dict(pools.rewards['AccuracyReward strict'].counts)}"
     )
     print(f"memory after the first batch {before >> 20} MiB, most {most >> 20} MiB; largest worker {worker >> 20} MiB")
     pools.close()
@@ -235,7 +237,8 @@ def through_ours(texts: Iterable[tuple[str, str]], size: int = 256) -> tuple[dic
 def table(seen: dict[str, Seen]) -> str:
     lines = ["| reward | texts | seconds | slowest text, s | its family | broken |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {one.texts:,} | {one.total:.1f} | {one.slowest:.3f} | {one.slowest_family.replace('|', '/')} | {len(one.broken)} |"
+        f"| {name} | {one.texts:,} | {one.total:.1f} | {one.slowest:.3f} | {one.slowest_family.replace('|', '/')} | "
+        f"{len(one.broken)} |"
         for name, one in seen.items()
     ]
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""TRL's ``accuracy_reward`` in a thread, where a trainer may have it, text by text, watched from outside. Used by ``hostile_text.py``."""
+"""TRL's ``accuracy_reward`` in a thread, where a trainer may have it, text by text, watched from outside. Used by
+``hostile_text.py``."""
 
 from __future__ import annotations
 

@@ -2,13 +2,15 @@
 
     python tests/stress/kill_anywhere.py [--of lab-1 lab-2 stock-1 stock-2] [--kills 30] [--steps 24] [--seed 0] [--folder runs/kill_anywhere]
 
-lab: ``grpo-lab train`` and ``grpo-lab train --resume``; stock: TRL's trainer with the same settings, resumed from its last checkpoint.
-The number is that of the ranks. A life is one training to its end with the kills that fell into it; there are as many as it takes. The moment is drawn: a phase
-(generating, scoring, updating, saving), how many times it is let through, and how far it has come; then the whole process group gets
-SIGKILL. Two optimizer steps share a generation batch and a checkpoint is written every third step, so that every other one lies inside a batch.
+lab: ``grpo-lab train`` and ``grpo-lab train --resume``; stock: TRL's trainer with the same settings, resumed from its
+last checkpoint. The number is that of the ranks. A life is one training to its end with the kills that fell into it;
+there are as many as it takes. The moment is drawn: a phase (generating, scoring, updating, saving), how many times it
+is let through, and how far it has come; then the whole process group gets SIGKILL. Two optimizer steps share a
+generation batch and a checkpoint is written every third step, so that every other one lies inside a batch.
 
-Bitwise: the final weights, and every number of the metrics log but times. Finished lives are in ``record.json`` and are not repeated.
-Every attempt is a process (a group of them) forked from this one, which has everything imported and has computed nothing: it starts within a second.
+Bitwise: the final weights, and every number of the metrics log but times. Finished lives are in ``record.json`` and are
+not repeated. Every attempt is a process (a group of them) forked from this one, which has everything imported and has
+computed nothing: it starts within a second.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ LONGEST = 600.0
 
 @dataclass
 class Life:
-    """One training to its end. ``kills``: phase and step of each; ``gap``: ‖w − w'‖ / ‖w' − w₀‖ with w' the uninterrupted run's."""
+    """One training to its end. ``kills``: phase and step of each; ``gap``: ‖w − w'‖ / ‖w' − w₀‖ with w' the
+    uninterrupted run's."""
 
     kills: list[tuple[str, int]] = field(default_factory=list)
     refused: int = 0

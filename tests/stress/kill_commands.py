@@ -1,11 +1,13 @@
-"""Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models) and ``evaluate`` by −9 at random moments, run the same command again, and compare the files.
+"""Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models) and ``evaluate`` by −9 at random moments, run
+the same command again, and compare the files.
 
     python tests/stress/kill_commands.py [--of curate rounds …] [--kills 10] [--seed 0] [--folder runs/kill_commands]
 
-A life is one command to its end with the kills that fell into it, three at most; there are as many as it takes. The moment is drawn: a time of
-the uninterrupted run, or, every other kill, the moment in which a file of the folder has just come, changed or gone, so that writing is met,
-too. Then the whole process group gets SIGKILL. Compared, byte by byte, is the whole folder, but for what tells the time of day or counts
-seconds and sessions (``VOLATILE``). A command that refuses its own folder counts as different. Every attempt is a process forked from this one.
+A life is one command to its end with the kills that fell into it, three at most; there are as many as it takes. The
+moment is drawn: a time of the uninterrupted run, or, every other kill, the moment in which a file of the folder has
+just come, changed or gone, so that writing is met, too. Then the whole process group gets SIGKILL. Compared, byte by
+byte, is the whole folder, but for what tells the time of day or counts seconds and sessions (``VOLATILE``). A command
+that refuses its own folder counts as different. Every attempt is a process forked from this one.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ LONGEST = 600.0
 
 @dataclass
 class Life:
-    """``kills``: seconds into the process, and how many files were there. ``different``: files that are not the uninterrupted run's."""
+    """``kills``: seconds into the process, and how many files were there. ``different``: files that are not the
+    uninterrupted run's."""
 
     kills: list[tuple[float, int]] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
@@ -106,7 +109,8 @@ def main() -> None:
 
 
 class Experiment:
-    """One command in ``folder``, always in ``now/`` (files tell where they lie): ``whole/`` uninterrupted, ``life-<n>/`` killed."""
+    """One command in ``folder``, always in ``now/`` (files tell where they lie): ``whole/`` uninterrupted,
+    ``life-<n>/`` killed."""
 
     def __init__(self, name: str, folder: Path, seed: int) -> None:
         self.name, self.folder, self.seed, self.now = name, folder, seed, folder / "now"

@@ -1,7 +1,7 @@
 """A trainer that says where it is: for ``kill_anywhere.py``, which kills it there.
 
-``Lab`` and ``Stock`` are ``grpo_lab.LabTrainer`` and ``trl.GRPOTrainer``, which write the name of their phase into a file as
-they enter it and leave it. Nothing else differs.
+``Lab`` and ``Stock`` are ``grpo_lab.LabTrainer`` and ``trl.GRPOTrainer``, which write the name of their phase into a
+file as they enter it and leave it. Nothing else differs.
 """
 
 from __future__ import annotations

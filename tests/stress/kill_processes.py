@@ -1,4 +1,5 @@
-"""Process groups that are forked, watched and killed as a whole. What starts them has imported everything and computed nothing."""
+"""Process groups that are forked, watched and killed as a whole. What starts them has imported everything and computed
+nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def adopt_orphans() -> None:
 
 
 def begin(work: Callable[[], int], ranks: int, log: Path, environment: Mapping[str, str]) -> int:
-    """Run ``work`` in a new process group, once in each of ``ranks`` processes → the leader's number; its exit code is the worst."""
+    """Run ``work`` in a new process group, once in each of ``ranks`` processes → the leader's number; its exit code is
+    the worst."""
     port = free_port()
     file = log.open("ab")
     leader = os.fork()

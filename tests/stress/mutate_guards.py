@@ -2,10 +2,12 @@
 
     python tests/stress/mutate_guards.py [--only WORD …] [--table tests/stress/guards.yaml] [--record runs/mutate_guards.json]
 
-A row of the table: ``guard`` (the promise, in words), ``file``, ``old`` (text that stands there exactly once), ``new`` (without the guard), ``test``
-(what must fail, as pytest is given it), and, if need be, ``why`` (why a second guard makes it fail or not). The test is run in a copy of
-the checkout: first as it is (it must pass, and not be skipped), then with the row's change (it must fail by an assertion or an error of the code, not by a file that cannot be
-imported or a test that is not found). What was seen is kept in the record by the contents of file and test, and not run again until one changes.
+A row of the table: ``guard`` (the promise, in words), ``file``, ``old`` (text that stands there exactly once), ``new``
+(without the guard), ``test`` (what must fail, as pytest is given it), and, if need be, ``why`` (why a second guard
+makes it fail or not). The test is run in a copy of the checkout: first as it is (it must pass, and not be skipped),
+then with the row's change (it must fail by an assertion or an error of the code, not by a file that cannot be imported
+or a test that is not found). What was seen is kept in the record by the contents of file and test, and not run again
+until one changes.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
     python tests/stress/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak] [--figure docs/images/soak.png]
 
-The main job itself (``grpo-lab train``): real word problems, the accuracy reward, a second one that keeps the pool of verifiers at work, twenty checkpoints of
-which two are kept. Completions are made by transformers, or by a vLLM engine in the process whose weights are synced and proven at every step.
-``soak_watch.Watch`` writes a line every 5 steps. After the warm-up (the first fifth) a line is fitted to the means of 20 blocks of steps. Memory remembers, and so do its
-blocks: with the lag-1 correlation r of their residuals (0 where it is negative) they count as 20·(1 − r)/(1 + r) independent ones, in the error and in the degrees of
-freedom of Student's t. Simulated, the interval of what wanders and does not grow holds 0 in 95% (no memory), 92% (a memory of 50 steps), 83% (250 steps) and 72% (a random
-walk) of the runs; with r left out in 95, 84, 55 and 30%. Flat: all that the interval allows over 1,000 steps is within the limit of the column. Not flat:
-it lies beyond 0 and allows more than the limit. Else it is open, and a longer run would tell.
-A side whose file is there to its last step is not run again.
+The main job itself (``grpo-lab train``): real word problems, the accuracy reward, a second one that keeps the pool of
+verifiers at work, twenty checkpoints of which two are kept. Completions are made by transformers, or by a vLLM engine
+in the process whose weights are synced and proven at every step. ``soak_watch.Watch`` writes a line every 5 steps.
+After the warm-up (the first fifth) a line is fitted to the means of 20 blocks of steps. Memory remembers, and so do its
+blocks: with the lag-1 correlation r of their residuals (0 where it is negative) they count as 20·(1 − r)/(1 + r)
+independent ones, in the error and in the degrees of freedom of Student's t. Simulated, the interval of what wanders and
+does not grow holds 0 in 95% (no memory), 92% (a memory of 50 steps), 83% (250 steps) and 72% (a random walk) of the
+runs; with r left out in 95, 84, 55 and 30%. Flat: all that the interval allows over 1,000 steps is within the limit of
+the column. Not flat: it lies beyond 0 and allows more than the limit. Else it is open, and a longer run would tell. A
+side whose file is there to its last step is not run again.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ COLUMNS: dict[str, tuple[str, float]] = {
 
 @dataclass(frozen=True)
 class Slope:
-    """Of one column, per 1,000 optimizer steps, with its 95% interval; ``first`` and ``last`` are the means of the first and last block."""
+    """Of one column, per 1,000 optimizer steps, with its 95% interval; ``first`` and ``last`` are the means of the
+    first and last block."""
 
     first: float
     last: float
@@ -90,7 +93,8 @@ class Slope:
 
 
 def slope_of(steps: list[int], values: list[float], blocks: int = BLOCKS) -> Slope:
-    """A line through the means of ``blocks`` runs of neighbouring samples, by least squares, and its interval from as many as are independent.
+    """A line through the means of ``blocks`` runs of neighbouring samples, by least squares, and its interval from as
+    many as are independent.
 
     Raises:
         ValueError: fewer than two samples a block.

@@ -1,4 +1,5 @@
-"""What a run holds, step by step: a callback for ``soak.py`` (and for any recipe: ``callbacks: [{name: soak_watch:Watch, file: …}]``)."""
+"""What a run holds, step by step: a callback for ``soak.py`` (and for any recipe: ``callbacks: [{name:
+soak_watch:Watch, file: …}]``)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ MIB = 1024**2
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """A line of JSON every ``every`` optimizer steps: memory of this process and of those it started (MiB), descriptors, processes, threads.
+    """A line of JSON every ``every`` optimizer steps: memory of this process and of those it started (MiB),
+    descriptors, processes, threads.
 
-    ``python_objects`` are what the garbage collector tracks, counted every tenth line: a leak in Python shows there first.
+    ``python_objects`` are what the garbage collector tracks, counted every tenth line: a leak in Python shows there
+    first.
     """
 
     def __init__(self, file: str, every: int = 5) -> None:
@@ -53,7 +56,8 @@ def memory(processes: list[psutil.Process]) -> float:
 
 
 def fractions(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Work for the pool of verifiers, which a random model's answers are not: two fractions made of each completion, equal or not."""
+    """Work for the pool of verifiers, which a random model's answers are not: two fractions made of each completion,
+    equal or not."""
     texts, golds = [], []
     for ids in completion_ids:
         above, below = 1 + sum(ids), 2 + len(ids)  # pairs that were judged are remembered: nearly all of these are new
@@ -68,5 +72,7 @@ def _accuracy() -> Any:
     from grpo_lab.rewards import AccuracyReward
     from grpo_lab.verifiers import math_equality
 
-    math_equality._CACHE_LIMIT = 512  # verdicts that are remembered, 65,536 otherwise: full within the warm-up, so that what is filled is not seen as growth
+    # verdicts that are remembered, 65,536 otherwise: full within the warm-up, so that what is filled is not seen as
+    # growth
+    math_equality._CACHE_LIMIT = 512
     return AccuracyReward(fast_path=False)

@@ -1,4 +1,5 @@
-"""A seeded sample of tests/stress/hostile_text.py: hostile completions through every reward, nothing late, nothing raised, nothing run."""
+"""A seeded sample of tests/stress/hostile_text.py: hostile completions through every reward, nothing late, nothing
+raised, nothing run."""
 
 from __future__ import annotations
 

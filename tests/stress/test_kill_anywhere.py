@@ -1,4 +1,5 @@
-"""``tests/stress/kill_anywhere.py`` with three kills: one process and two ranks go on to the bit. Thirty: `docs/reliability.md`."""
+"""``tests/stress/kill_anywhere.py`` with three kills: one process and two ranks go on to the bit. Thirty:
+`docs/reliability.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of guards (`tests/stress/guards.yaml`) is of this checkout, and its harness tells a guard that is held from one that is not."""
+"""The table of guards (`tests/stress/guards.yaml`) is of this checkout, and its harness tells a guard that is held from
+one that is not."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def test_each_guard_stands_once() -> None:
     assert len(set(places)) == len(places)
 
 
-PACKAGE = "def root(x):\n    if x < 0:\n        raise ValueError(x)\n    if x > 100:\n        raise ValueError(x)\n    return x\n"
+PACKAGE = (
+    "def root(x):\n    if x < 0:\n        raise ValueError(x)\n    if x > 100:\n        raise ValueError(x)\n  "
+    "  return x\n"
+)
 TESTS = """
 import pytest
 from package import root

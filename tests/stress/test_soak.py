@@ -25,10 +25,10 @@ def test_the_slope_by_hand() -> None:
 def test_blocks_that_remember_count_as_fewer() -> None:
     values = [float(v) for v in (0, 0, 3, 3, 0, 0, 3, 3) for _ in range(2)]
     steps = [1000 * i + at for i in range(8) for at in (400, 600)]
-    # x̄ = 4, Σ(x − 4)² = 42, Σ(x − 4)·y = 3·(−1.5 − 0.5 + 2.5 + 3.5) = 12: slope 2/7; SST = 18, SSE = 18 − 144/42 = 14.5714
-    # residuals × 14: −7, −11, 27, 23, −23, −27, 11, 7; squares sum 2856; products of neighbours: 77 − 297 + 621 − 529 + 621 − 297 + 77 = 273
-    # r = 273/2856 = 0.0955882: 0.9044118 / 1.0955882 = 0.8255034 of 8 blocks
-    # error = sqrt(14.5714286 / 6 / 42) = 0.2404643, / sqrt(0.8255034) = 0.2646615
+    # x̄ = 4, Σ(x − 4)² = 42, Σ(x − 4)·y = 3·(−1.5 − 0.5 + 2.5 + 3.5) = 12: slope 2/7; SST = 18, SSE = 18 − 144/42 =
+    # 14.5714 residuals × 14: −7, −11, 27, 23, −23, −27, 11, 7; squares sum 2856; products of neighbours: 77 − 297 + 621
+    # − 529 + 621 − 297 + 77 = 273 r = 273/2856 = 0.0955882: 0.9044118 / 1.0955882 = 0.8255034 of 8 blocks error =
+    # sqrt(14.5714286 / 6 / 42) = 0.2404643, / sqrt(0.8255034) = 0.2646615
     found = soak.slope_of(steps, values, blocks=8)
     assert found.slope == pytest.approx(2 / 7, rel=1e-12)
     freedom = 8 * 0.8255034 - 2
@@ -36,7 +36,8 @@ def test_blocks_that_remember_count_as_fewer() -> None:
 
 
 def test_what_wanders_is_not_called_growing() -> None:
-    """200 random walks without a trend: 28% lie beyond 0 (± 3.2% in 200), 45% at most; with blocks taken as independent 70%."""
+    """200 random walks without a trend: 28% lie beyond 0 (± 3.2% in 200), 45% at most; with blocks taken as independent
+    70%."""
     draw, beyond = random.Random(0), 0
     for _ in range(200):
         values = list(itertools.accumulate(draw.gauss(0, 1) for _ in range(320)))

@@ -1,4 +1,5 @@
-"""Random points of the whole space: parts, their numbers, batch shapes, masks, rewards. Everything follows from a number."""
+"""Random points of the whole space: parts, their numbers, batch shapes, masks, rewards. Everything follows from a
+number."""
 
 from __future__ import annotations
 

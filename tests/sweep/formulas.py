@@ -1,9 +1,9 @@
 """One policy update as the papers write it: plain loops over numbers in float64, derivatives by hand.
 
 Written from the papers' formulas (GRPO arXiv 2402.03300, Dr.GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO
-2506.13585, RLOO 2402.14740, Kimi k1.5 2501.12599, Schulman's KL note) and TRL 1.16's definitions of its denominators; imports nothing
-of ``grpo_lab``. A row's numbers are lists over its tokens; ``logp`` is the policy now, ``old`` the policy that made the
-completion, ``ref`` the reference, all log-probs in nats of the sampled tokens.
+2506.13585, RLOO 2402.14740, Kimi k1.5 2501.12599, Schulman's KL note) and TRL 1.16's definitions of its denominators;
+imports nothing of ``grpo_lab``. A row's numbers are lists over its tokens; ``logp`` is the policy now, ``old`` the
+policy that made the completion, ``ref`` the reference, all log-probs in nats of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def token_weights(formula: Formula, rows: list[Row], batch_tokens: float, budget
 
 
 def pushed(formula: Formula, ratio: float, logp: float, advantage: float) -> tuple[float, float, float, bool]:
-    """(loss, its derivative by log π through the ratio, its derivative by log π beside the ratio, outside of the clip)."""
+    """(loss, its derivative by log π through the ratio, its derivative by log π beside the ratio, outside of the
+    clip)."""
     if formula.surrogate == "reinforce":
         return -advantage * logp, 0.0, -advantage, False
     if formula.surrogate == "unclipped":

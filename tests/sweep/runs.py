@@ -17,7 +17,8 @@ from sweep.formulas import Row, Update, advantages, penalised, update
 #: so that one step moves ratios by some percent: sums over responses have the larger gradients
 LEARNING_RATE, LEARNING_RATE_OF_SUMS = 0.1, 0.005
 U = 2.0**-24
-#: a float32 log-prob is off by about u · √(additions on the way: 747 words, 2 layers of 7 products over 32 to 128) · its size
+#: a float32 log-prob is off by about u · √(additions on the way: 747 words, 2 layers of 7 products over 32 to 128) ·
+#: its size
 LOG_PROB_ERROR = U * (747 + 2 * 7 * 64) ** 0.5 * 8.0
 
 Weights = dict[str, torch.Tensor]
@@ -29,7 +30,8 @@ def rate(case: Case) -> float:
 
 @dataclass
 class Steps:
-    """What a run did. ``weights``: before the first step and after each; ``rows``: first tokens per step and micro-batch."""
+    """What a run did. ``weights``: before the first step and after each; ``rows``: first tokens per step and
+    micro-batch."""
 
     weights: list[Weights] = field(default_factory=list)
     rows: list[list[list[int]]] = field(default_factory=list)
@@ -129,7 +131,8 @@ class Oracle:
             value.data.copy_(weights[name].double())
 
     def _log_probs(self) -> list[torch.Tensor]:
-        """One float64 tensor [length] per completion. Rows start at position 0 and are padded at the end, which is causal."""
+        """One float64 tensor [length] per completion. Rows start at position 0 and are padded at the end, which is
+        causal."""
         joined = [p + c for p, c in zip(self.steps.prompts, self.steps.completions, strict=True)]
         width = max(map(len, joined))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in joined])

@@ -1,15 +1,17 @@
-"""A random sweep over advantage × ratio × surrogate × KL × aggregation × batch shape: the real trainer against formulas.
+"""A random sweep over advantage × ratio × surrogate × KL × aggregation × batch shape: the real trainer against
+formulas.
 
-Each case is one generation batch on scripted rollouts through ``LabTrainer`` (float32, SGD): groups that straddle micro-batches, dead
-groups, an unscorable row, a tool's words, cut and masked completions, one or several updates a batch, every ``update`` mode. Each
-optimizer step's logged loss and what it did to the weights are compared with ``formulas.py``, which imports nothing of ours and
-starts every step from the weights that the trainer really had, so that errors of one step are not multiplied by the next.
+Each case is one generation batch on scripted rollouts through ``LabTrainer`` (float32, SGD): groups that straddle
+micro-batches, dead groups, an unscorable row, a tool's words, cut and masked completions, one or several updates a
+batch, every ``update`` mode. Each optimizer step's logged loss and what it did to the weights are compared with
+``formulas.py``, which imports nothing of ours and starts every step from the weights that the trainer really had, so
+that errors of one step are not multiplied by the next.
 
-Tolerances. A float32 log-prob is off by ``LOG_PROB_ERROR`` = u·√(additions)·size ≈ 2e-5 (measured: 1e-6); ``formulas.update`` carries
-that, and what it does to an advantage through the KL in a reward and a small standard deviation, to each token's derivative
-(``doubt``). A token nearer to a clip's edge than ten of it may fall to either side: its whole derivative is doubt. Tokens' errors are
-independent, so their gradients add up as a random walk. Weights are stored in float32: u·‖w‖/learning rate on top. Nothing here
-is a number that a machine printed.
+Tolerances. A float32 log-prob is off by ``LOG_PROB_ERROR`` = u·√(additions)·size ≈ 2e-5 (measured: 1e-6);
+``formulas.update`` carries that, and what it does to an advantage through the KL in a reward and a small standard
+deviation, to each token's derivative (``doubt``). A token nearer to a clip's edge than ten of it may fall to either
+side: its whole derivative is doubt. Tokens' errors are independent, so their gradients add up as a random walk. Weights
+are stored in float32: u·‖w‖/learning rate on top. Nothing here is a number that a machine printed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ FAST = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_short_runs() -> Iterator[None]:
-    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a second."""
+    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a
+    second."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -73,7 +76,8 @@ def test_trainer_does_what_the_papers_say(number: int, tiny_folder: Path, refere
 
 
 def _assert_each_row_is_used_once_a_pass(case: Case, steps: Steps) -> None:
-    """How TRL cuts and shuffles is its business (only the cut is read from the run), but every row counts once a pass."""
+    """How TRL cuts and shuffles is its business (only the cut is read from the run), but every row counts once a
+    pass."""
     for first in range(0, len(steps.rows), case.windows):
         seen = [token for step in steps.rows[first : first + case.windows] for batch in step for token in batch]
         assert sorted(seen) == sorted(ids[0] for ids in steps.completions)

@@ -12,7 +12,8 @@ _call = itertools.count(1)
 
 
 def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
-    """About (solution mod 11) / 10 of a problem's completions are right. A process with ``HOLD_AT_CALL`` comes to that call, and no further."""
+    """About (solution mod 11) / 10 of a problem's completions are right. A process with ``HOLD_AT_CALL`` comes to that
+    call, and no further."""
     if os.environ.get("HOLD_AT_CALL") == str(next(_call)):
         time.sleep(3600)
     return [
@@ -22,7 +23,7 @@ def by_digest(completions: list[Any], solution: list[str], **_: Any) -> list[flo
 
 
 def brief(completions: list[Any], **_: Any) -> list[float]:
-    """1 where a completion has at most 16 characters: a random model is brief at times, and supervised training on what was brief, each
-    with its end behind it, makes it so.
+    """1 where a completion has at most 16 characters: a random model is brief at times, and supervised training on what
+    was brief, each with its end behind it, makes it so.
     """
     return [float(len(one[-1]["content"]) <= 16) for one in completions]

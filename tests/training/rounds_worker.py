@@ -1,7 +1,8 @@
-"""Real processes for `test_rounds_run`: everything is imported once, then each run is a fork of its own, which may be killed with -9.
+"""Real processes for `test_rounds_run`: everything is imported once, then each run is a fork of its own, which may be
+killed with -9.
 
-python rounds_worker.py RECIPE.json FOLDER     runs the recipe in FOLDER/whole, in FOLDER/killed with a kill in each part of round 2, and in
-FOLDER/stopped with a request to stop in each of them, by another means each time
+python rounds_worker.py RECIPE.json FOLDER     runs the recipe in FOLDER/whole, in FOLDER/killed with a kill in each
+part of round 2, and in FOLDER/stopped with a request to stop in each of them, by another means each time
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Trainings that are killed while they save, or whose disk is full, and what a resume makes of them; each in a process of its own.
+"""Trainings that are killed while they save, or whose disk is full, and what a resume makes of them; each in a process
+of its own.
 
     python tests/training/saving_worker.py OUT
 
-Forks once per training (before the first backward: autograd's threads do not survive a fork), and writes ``report.json``: of the
-uninterrupted run and of each resumed one the weights' hash and the log; what each broken-off run left; what a full disk said.
+Forks once per training (before the first backward: autograd's threads do not survive a fork), and writes
+``report.json``: of the uninterrupted run and of each resumed one the weights' hash and the log; what each broken-off
+run left; what a full disk said.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The comparing scripts with small numbers. Their cells are processes of their own, here forks of one that has imported everything."""
+"""The comparing scripts with small numbers. Their cells are processes of their own, here forks of one that has imported
+everything."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def test_the_histogram_counts_every_rate_once() -> None:
 
 @pytest.mark.slow
 def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp_path: Path) -> None:
-    """SIGKILL half-way through the command; the second run must add the missing rows only and end where a whole run ends."""
+    """SIGKILL half-way through the command; the second run must add the missing rows only and end where a whole run
+    ends."""
     settings = {
         "model": {"path": str(tiny_folder)},
         "data": {"loader": "word_problems", "n": 48, "template": "none", "largest": 20, "steps": [1, 2]},
@@ -254,7 +255,8 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
 def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By SIGTERM in a batch (which is finished), Ctrl-C (at once), the hours, a stop file that waits; each time the same command."""
+    """By SIGTERM in a batch (which is finished), Ctrl-C (at once), the hours, a stop file that waits; each time the
+    same command."""
     settings = {
         "model": {"path": str(tiny_folder)},
         "data": {"loader": "word_problems", "n": 12, "template": "none", "largest": 20, "steps": [1, 2]},

@@ -1,10 +1,10 @@
 """Run folders that an earlier version left are read, and gone on with, by this one.
 
-`tests/fixtures/earlier.tar.xz`: what grpo_lab at commit 4cbcf2a (2026-11-22, before the upper floors were rebuilt) left on disk, with
-the recipes that made it, the start model and the team's rewards. `*_stopped` were killed with −9 (train: after checkpoint-10 of 16, in
-an open generation batch with a prioritized sampler, a reference that had moved and an adaptive β; PPO: after checkpoint-5 of 8;
-curation: within its pass rates; rounds: within the second round; long2short: after its rows). `*_went_on/metrics.jsonl`: what that
-version logged when it went on.
+`tests/fixtures/earlier.tar.xz`: what grpo_lab at commit 4cbcf2a (2026-11-22, before the upper floors were rebuilt) left
+on disk, with the recipes that made it, the start model and the team's rewards. `*_stopped` were killed with −9 (train:
+after checkpoint-10 of 16, in an open generation batch with a prioritized sampler, a reference that had moved and an
+adaptive β; PPO: after checkpoint-5 of 8; curation: within its pass rates; rounds: within the second round; long2short:
+after its rows). `*_went_on/metrics.jsonl`: what that version logged when it went on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 EARLIER = Path(__file__).resolve().parents[1] / "fixtures" / "earlier.tar.xz"
 TEXTS = ("reward", "completions/mean_length", "rewards/vowels/mean")
-"""Logged of the completions' texts alone: equal where the same texts were sampled, whatever CPU rounds their log-probs."""
+"""Logged of the completions' texts alone: equal where the same texts were sampled, whatever CPU rounds their
+log-probs."""
 
 
 @pytest.fixture

@@ -108,7 +108,8 @@ def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.Captu
         (["--like", "/nowhere"], "no such folder or file"),
         (
             ["--data", "gsm"],
-            "did you mean 'gsm8k'? Allowed: ['coding_tasks', 'countdown', 'file', 'gsm8k', 'humaneval', 'math', 'mbpp',",
+            "did you mean 'gsm8k'? Allowed: ['coding_tasks', 'countdown', 'file', 'gsm8k', 'humaneval', 'math', "
+            "'mbpp',",
         ),
         (
             ["--data", "gsm8k", "--largest", "5"],
@@ -159,7 +160,8 @@ def test_the_output_folder_is_looked_at_first(
     "after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "no page", "Ctrl-C"]
 )
 def test_half_an_evaluation_is_made_again_by_the_same_command(after: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Killed while it was written, or asked to stop: it was refused as an evaluation that is there, or as something else."""
+    """Killed while it was written, or asked to stop: it was refused as an evaluation that is there, or as something
+    else."""
     out = tmp_path / "out"
     words = ["evaluate", str(tiny_folder), "--data", "word_problems", *SMALL, "--output", str(out)]
     assert main(words) == 0

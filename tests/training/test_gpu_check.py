@@ -1,4 +1,5 @@
-"""``make gpu-check`` in its tiny form: every section gives numbers here, and one that breaks does not take the others with it."""
+"""``make gpu-check`` in its tiny form: every section gives numbers here, and one that breaks does not take the others
+with it."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def test_what_breaks_or_does_not_fit_says_so(runner: ModuleType, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_process_that_ends_without_an_answer_or_too_late(runner: ModuleType, tmp_path: Path) -> None:
-    """A section of its own process that the script does not know: the script refuses, and its words are in the report."""
+    """A section of its own process that the script does not know: the script refuses, and its words are in the
+    report."""
     section = runner.Section("no such section", lambda _: [], 1, 1, apart=True)
     late = runner.Setting(True, "cpu", time.monotonic() + 1.5, tmp_path)
     outcome = runner.run_one(section, late, False)
@@ -113,9 +115,11 @@ def test_a_process_that_ends_without_an_answer_or_too_late(runner: ModuleType, t
 
 
 def test_the_work_of_a_row_by_hand(runner: ModuleType) -> None:
-    """h 64, I 128, k 32, 2 layers: attention 2·64² + 2·64·32 + 64 + 2·32 = 12,416, MLP 3·64·128 = 24,576, norms 128: 37,120 a layer.
+    """h 64, I 128, k 32, 2 layers: attention 2·64² + 2·64·32 + 64 + 2·32 = 12,416, MLP 3·64·128 = 24,576, norms 128:
+    37,120 a layer.
 
-    A row of 6 + 4 tokens: 10 · (2 · 74,240 + 2 · 2 · 64 · 10) = 1,510,400 for the layers, 4 · 2 · 1,024 · 64 = 524,288 for the head.
+    A row of 6 + 4 tokens: 10 · (2 · 74,240 + 2 · 2 · 64 · 10) = 1,510,400 for the layers, 4 · 2 · 1,024 · 64 = 524,288
+    for the head.
     """
     from gpu_checks.work import needed_flops, shape_of
 

@@ -87,7 +87,8 @@ def test_the_batch_is_kept_and_read_back(each: tuple[Plant, Path]) -> None:
 
 @pytest.mark.slow
 def test_a_bad_generation_batch_counts_once_and_survives_a_resume(tiny_folder: Path, tmp_path: Path) -> None:
-    """Two updates on each generation batch: the first batch has an infinite reward; of the second one update has a NaN loss."""
+    """Two updates on each generation batch: the first batch has an infinite reward; of the second one update has a NaN
+    loss."""
     twice = {"steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     plant = Plant({1: "reward", 3: "loss"})
     whole = build(tiny_folder, tmp_path / "whole", plant, guard={"max_bad_steps": 3}, **twice)
@@ -134,7 +135,8 @@ def test_three_in_a_row_stop_and_the_run_goes_on_from_the_named_checkpoint(tiny_
 
 @pytest.mark.slow
 def test_a_bad_step_inside_a_logging_window(tiny_folder: Path, tmp_path: Path) -> None:
-    """Windows of 3 steps: of the first, step 2 has a NaN loss; in the second, step 5 has finite gradients of 1e25, whose squares overflow."""
+    """Windows of 3 steps: of the first, step 2 has a NaN loss; in the second, step 5 has finite gradients of 1e25,
+    whose squares overflow."""
     windows = {
         "max_steps": 6,
         "logging_steps": 3,
@@ -225,7 +227,8 @@ def test_an_infinite_score_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_the_optimizer_breaks(tiny_folder: Path, tmp_path: Path) -> None:
-    """Adam in fp16: ε = 1e-8 is 0 there, and so are small squares. All numbers that the guard sees are finite in step 1, the weights NaN after it."""
+    """Adam in fp16: ε = 1e-8 is 0 there, and so are small squares. All numbers that the guard sees are finite in step
+    1, the weights NaN after it."""
     trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=3)
     trainer.model.half()
     with pytest.raises(NumbersError) as stopped:
@@ -238,7 +241,8 @@ def test_weights_that_the_optimizer_breaks(tiny_folder: Path, tmp_path: Path) ->
 
 
 class Breaks(TrainerCallback):
-    """In one step's optimizer, after everything of the step was looked at: NaN in a moment, or the learning rate is none."""
+    """In one step's optimizer, after everything of the step was looked at: NaN in a moment, or the learning rate is
+    none."""
 
     def __init__(self, step: int, what: str) -> None:
         self.step, self.what = step, what
@@ -253,7 +257,8 @@ class Breaks(TrainerCallback):
 
 @pytest.mark.parametrize(("what", "every"), [("moment", 1), ("learning rate", 4)])
 def test_what_the_last_step_breaks_is_no_success(what: str, every: int, tiny_folder: Path, tmp_path: Path) -> None:
-    """Nothing is generated after it, with one step a generation or four: the training ended, and NaN was saved as its model."""
+    """Nothing is generated after it, with one step a generation or four: the training ended, and NaN was saved as its
+    model."""
     trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=4, steps_per_generation=2 * every)
     trainer.add_callback(Breaks(4, what))
     with pytest.raises(NumbersError, match="after step 4 the weights hold NaN or infinities, in"):
@@ -323,7 +328,7 @@ def test_where_it_cannot_write_it_says_so_and_goes_on(
     assert "its batch could not be kept in" in caplog.text
 
 
-# -- settings --------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,7 +382,8 @@ def test_the_command_line_ends_with_4(
 
 
 def test_tokens_that_were_put_in_have_no_log_prob_to_look_at() -> None:
-    """A thinking budget's own end has NaN there (``rollouts.thinking_budget``); of a sampled token NaN is a fault, None is not."""
+    """A thinking budget's own end has NaN there (``rollouts.thinking_budget``); of a sampled token NaN is a fault, None
+    is not."""
     faults = Faults()
     found: list[list[float | None]] = [[-1.0, math.nan, None], [math.nan, -1.0, math.inf]]
     without_faulty(found[:1], [[1, 0, 1]], faults)

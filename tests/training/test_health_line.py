@@ -1,4 +1,5 @@
-"""The line on real tiny runs: healthy, all groups dead, a drop-in without it; nothing logged changes; what is said, and how often."""
+"""The line on real tiny runs: healthy, all groups dead, a drop-in without it; nothing logged changes; what is said, and
+how often."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def by_hand(model: Any, rows: list[Any], advantages: Tensor, tau: float) -> Tens
 
 
 def apart_and_bound(ours: LabTrainer, theirs: LabTrainer, start: Tensor, tau: float) -> tuple[float, float]:
-    """Relative to what training did, and what float32 may make of it: a pull adds τ·(log π − log π_old) over 12 tokens, each off by
-    a log-prob's error, beside |Â| of about 0.4."""
+    """Relative to what training did, and what float32 may make of it: a pull adds τ·(log π − log π_old) over 12 tokens,
+    each off by a log-prob's error, beside |Â| of about 0.4."""
     apart, moved = (weights(ours) - weights(theirs)).norm().item(), (weights(theirs) - start).norm().item()
     bound = movement_gap(torch.float32, weights(theirs).norm().item(), moved, steps=theirs.state.global_step, nats=7.0)
     pull = tau * 12**0.5 * log_prob_gap(torch.float32, nats=7.0, width=32) / 0.4
@@ -255,7 +255,8 @@ def test_kimi_trainer_adds_the_length_reward_after_its_warm_up(tmp_path: Path) -
 
 
 def test_the_warm_up_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Warm-up of 3 updates, checkpoint after 2: the resumed run has the weights and rewards of the uninterrupted one."""
+    """Warm-up of 3 updates, checkpoint after 2: the resumed run has the weights and rewards of the uninterrupted
+    one."""
     settings: dict[str, Any] = {"num_iterations": 1, "objective": MIRROR, "reset_optimizer": True}
     rewards = [accuracy_reward, KimiLengthReward(0.5, warmup_steps=3)]
     whole = build(tmp_path / "a", rewards=rewards, **settings)
@@ -327,7 +328,8 @@ def test_reward_schedules_are_logged_and_kept_over_a_resume(tmp_path: Path) -> N
             "carries a weight and a warm-up of its own",
         ),
         ({"reward_schedules": 3}, accuracy_reward, "must be a mapping"),
-        ({"objective": {"name": "mirror_descent", "epsilon": 0.2}}, accuracy_reward, "`objective.epsilon`=0.2 has no effect"),
+        ({"objective": {"name": "mirror_descent", "epsilon": 0.2}}, accuracy_reward, "`objective.epsilon`=0.2 has no "
+            "effect"),
         ({"objective": {"name": "grpo", "tau": 0.2}}, accuracy_reward, "`objective.tau`=0.2 has no effect"),
         ({"objective": {**MIRROR, "ratio": "sequence"}}, accuracy_reward, "`objective.ratio`='sequence' has no effect"),
         ({"objective": {**MIRROR, "tau": -1.0}}, accuracy_reward, "`objective.tau` is -1.0"),

@@ -1,4 +1,5 @@
-"""`grpo-lab long2short`: the four ways from end to end on a tiny model, and the two pair losses against their formulas."""
+"""`grpo-lab long2short`: the four ways from end to end on a tiny model, and the two pair losses against their
+formulas."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ class Logs(TrainerCallback):  # type: ignore[misc]
 
 
 PAIRS = [
-    {"prompt": f"What is {n} and {n}? ", "chosen": f"It is {2 * n}.", "rejected": f"{n} and {n} are not {2 * n + 1}, I think."}
+    {"prompt": f"What is {n} and {n}? ", "chosen": f"It is {2 * n}.", "rejected": f"{n} and {n} are not {2 * n + 1}, "
+        "I think."}
     for n in range(5)
 ]  # fmt: skip
 
@@ -154,7 +156,8 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
 def test_a_merge_that_is_killed_leaves_nothing_behind(
     at: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder in which the average is made had another name each time, and stayed; a run without its page was finished."""
+    """The folder in which the average is made had another name each time, and stayed; a run without its page was
+    finished."""
     given: dict[str, Any] = {"data": None, "training": None, "evaluation": None, "short_model": str(tiny_folder)}
 
     def names(folder: str) -> list[str]:

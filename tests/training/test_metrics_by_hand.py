@@ -1,7 +1,8 @@
 """Every metric of a run recomputed by hand: each row forwarded alone in float64, means written as loops.
 
-The runs have left-out rows, completions of one token (whose bin is one token wide), tool tokens, scores between wrong and
-right, and two passes over a batch so that ratios leave 1. ``tests/distributed/test_metrics_on_ranks.py`` does the same on two.
+The runs have left-out rows, completions of one token (whose bin is one token wide), tool tokens, scores between wrong
+and right, and two passes over a batch so that ratios leave 1. ``tests/distributed/test_metrics_on_ranks.py`` does the
+same on two.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ HERE = {
 
 
 def test_every_documented_metric_has_a_test_that_computes_it() -> None:
-    """The table of docs/metrics.md against the lists above; ``check_steps`` fails on a logged name that it does not compute."""
+    """The table of docs/metrics.md against the lists above; ``check_steps`` fails on a logged name that it does not
+    compute."""
     tests = Path(__file__).resolve().parents[1]
     table = (tests.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

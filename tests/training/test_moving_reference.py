@@ -1,4 +1,5 @@
-"""A reference that follows the policy, and β that follows the KL: when they move, and the resumed run against the whole one, to the bit."""
+"""A reference that follows the policy, and β that follows the KL: when they move, and the resumed run against the whole
+one, to the bit."""
 
 from __future__ import annotations
 

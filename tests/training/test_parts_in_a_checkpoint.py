@@ -1,4 +1,5 @@
-"""Function parts that cannot be pickled (lambdas, closures): a real checkpoint, a real resume, and what its record says."""
+"""Function parts that cannot be pickled (lambdas, closures): a real checkpoint, a real resume, and what its record
+says."""
 
 from __future__ import annotations
 

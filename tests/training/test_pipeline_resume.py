@@ -1,6 +1,7 @@
 """`grpo-lab train`: killed, asked to stop, finished, extended, and gone on with, as real runs of a tiny model.
 
-The team's parts stand in a module of the working folder. Runs are compared with the uninterrupted one: weights and metrics.
+The team's parts stand in a module of the working folder. Runs are compared with the uninterrupted one: weights and
+metrics.
 """
 
 from __future__ import annotations
@@ -327,7 +328,8 @@ def stopped(folder: Path, name: str) -> None:
 
 
 def test_asked_to_stop_it_stops_after_the_checkpoint(home: Path) -> None:
-    """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit 0."""
+    """By the real command, in a folder whose module it must find. It went on to the evaluation, `finished: true`, exit
+    0."""
     (home / "asked.yaml").write_text(yaml.safe_dump(asked(home, "SIGTERM")))
     command = [str(ROOT / "scripts" / "train.py"), "--config", "asked.yaml"]
     done = forked.run(command, folder=home)

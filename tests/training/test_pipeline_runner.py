@@ -1,4 +1,5 @@
-"""`grpo-lab pipeline`: a YAML of stages in the order of their inputs, gone on with where it was killed; a team's own kind among them."""
+"""`grpo-lab pipeline`: a YAML of stages in the order of their inputs, gone on with where it was killed; a team's own
+kind among them."""
 
 from __future__ import annotations
 

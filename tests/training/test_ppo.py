@@ -1,4 +1,5 @@
-"""PPO with a critic on one process: a float64 oracle, what is saved, what is refused, and who must not see the critic."""
+"""PPO with a critic on one process: a float64 oracle, what is saved, what is refused, and who must not see the
+critic."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def copied(parameters: Any) -> dict[str, torch.Tensor]:
 
 
 def test_an_adapter_a_critic_in_full_and_a_warm_up(tiny_folder: Path, tmp_path: Path) -> None:
-    """Two steps of the critic alone: the policy keeps its bits and has no moments. What is saved is an adapter, and a critic beside it."""
+    """Two steps of the critic alone: the policy keeps its bits and has no moments. What is saved is an adapter, and a
+    critic beside it."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     value = {"model": "copy", "warmup_steps": 2, "learning_rate": 0.01}
     trainer = small(tiny_folder, tmp_path / "out", value=value, peft_config=lora, weight_decay=0.1)
@@ -151,7 +153,8 @@ def falling() -> Any:
 
 @pytest.mark.slow
 def test_the_best_checkpoints_critic_a_kl_a_completion_and_its_controller(tiny_folder: Path, tmp_path: Path) -> None:
-    """The critic of the best checkpoint comes with its policy; a KL charged a completion stands in the curves; in the warm-up β stays."""
+    """The critic of the best checkpoint comes with its policy; a KL charged a completion stands in the curves; in the
+    warm-up β stays."""
     kl = {"estimator": "k1", "placement": "reward", "per": "sequence", "coefficient": 0.5, "target": 0.1}
     trainer = small(
         tiny_folder, tmp_path / "out", reward=falling(), kl=kl, value={"warmup_steps": 1, "learning_rate": 0.05}, max_steps=3,

@@ -1,4 +1,5 @@
-"""``advantage: process`` through the real trainer: the update against loops in float64, outcome GRPO as the special case to the bit."""
+"""``advantage: process`` through the real trainer: the update against loops in float64, outcome GRPO as the special
+case to the bit."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def run(folder: Path, model: Path, rewards: Any, objective: Any = PROCESS, **set
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["exact", "off"])
 def test_against_loops_in_float64(update: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """One update a generation; two, resumed between them, on 1, 2 and 4 ranks: ``tests/distributed/test_process_ranks.py``."""
+    """One update a generation; two, resumed between them, on 1, 2 and 4 ranks:
+    ``tests/distributed/test_process_ranks.py``."""
     ours = run(tmp_path, tiny_folder, [ragged_steps], update=update, max_steps=4)
     expected = replayed(tiny_folder, ours.trainer.rollout_func.batches, 1)
     assert_same_movement(ours, Run([], [], expected, ours.start, [{"step": 4}], None))
@@ -161,7 +163,8 @@ def test_as_an_outcome_anywhere(tiny_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_scores_the_steps(tiny_folder: Path, tmp_path: Path) -> None:
-    """In its own tokens, beside an outcome in ours; as an outcome in stock TRL. The logged mean is that of its scores."""
+    """In its own tokens, beside an outcome in ours; as an outcome in stock TRL. The logged mean is that of its
+    scores."""
     judge = TokenClassificationSteps(saved_judge(tmp_path / "judge"), split=every_nine)
     given = {"max_steps": 1, "gradient_accumulation_steps": 1, "reward_weights": [0.5, 1.0]}
     done = run(tmp_path, tiny_folder, [judge, mixed_reward()], **given)

@@ -1,4 +1,5 @@
-"""`ratio: product` and `sequence_token` with `std: population`, through the real trainer: bins and TRL's batches against loops in float64."""
+"""`ratio: product` and `sequence_token` with `std: population`, through the real trainer: bins and TRL's batches
+against loops in float64."""
 
 from __future__ import annotations
 
@@ -101,8 +102,10 @@ def test_against_loops_in_float64_in_bins_and_in_trls_batches(ratio: str, tiny_f
         assert ours.trainer.exact_update.described()["batches"] == ("as TRL" if update == "off" else "bins")
         weights, shares = replayed(tiny_folder, ours.trainer.rollout_func.batches, seen, ratio)
         stock = Run([], [], weights, ours.start, [], None)
-        # a float32 log-prob of 6 nats is off by 8e-6 at most (`log_prob_gap`), a sum of 30 of them by √30 as much, and four steps
-        # that build on each other make it 3e-4; taking one level for another moves the second step of each batch by tenths
+        # a float32 log-prob of 6 nats is off by 8e-6 at most (`log_prob_gap`), a sum of 30 of them by √30 as much, and
+        # four steps that build on each other make it 3e-4; taking one level for another moves the second step of each
+        # batch by
+        # tenths
         assert movement_difference(ours, stock) < 1e-3
         logged = [row["clip_ratio/region_mean"] for row in ours.history if "loss" in row]
         assert logged == pytest.approx(shares, abs=1e-6)

@@ -1,4 +1,5 @@
-"""What a recipe may hold beside model, rows and rewards: callbacks, tools, an environment, rows to evaluate on, reward models.
+"""What a recipe may hold beside model, rows and rewards: callbacks, tools, an environment, rows to evaluate on, reward
+models.
 
 Each as a real run of two steps, by the module of a team in the working folder.
 """

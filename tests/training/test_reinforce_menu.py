@@ -1,7 +1,8 @@
-"""The menu's losses as inner updates on one rollout, and the small script's loss, against literal loops over rows in float64.
+"""The menu's losses as inner updates on one rollout, and the small script's loss, against literal loops over rows in
+float64.
 
-Old log-probs are those of the rollout in every update, and so are the reference's. The oracle shares nothing with the trainer but the model,
-the completions and the rewards.
+Old log-probs are those of the rollout in every update, and so are the reference's. The oracle shares nothing with the
+trainer but the model, the completions and the rewards.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def push(kind: str, advantage: float, new: Tensor, old: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["reinforce", "unclipped", "clipped"])
 def test_inner_updates_on_one_rollout(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Three updates, the reference copied after each: neither old nor reference log-probs follow before the next rollout."""
+    """Three updates, the reference copied after each: neither old nor reference log-probs follow before the next
+    rollout."""
     objective = {"name": "reinforce", "surrogate": kind}
     kl = {"estimator": "k3", "placement": "loss", "coefficient": BETA}
     run = trained(tmp_path, tiny_folder, objective=objective, kl=kl, reference_every=1)

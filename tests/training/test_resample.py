@@ -47,7 +47,8 @@ def test_batches_hold_live_groups_only(tiny_folder: Path, tmp_path: Path) -> Non
 
 
 class OnThoseRows(GRPOTrainer):
-    """Stock TRL, trained on rows that another run has put together (as TRL's generation returns them, before it shuffles)."""
+    """Stock TRL, trained on rows that another run has put together (as TRL's generation returns them, before it
+    shuffles)."""
 
     batches: ClassVar[list[dict[str, Any]]] = []
 
@@ -59,8 +60,8 @@ class OnThoseRows(GRPOTrainer):
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "dapo"])
 def test_a_resampled_batch_is_trained_on_as_stock_would(loss: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """The same rows through stock's own update: live groups of several rounds, padded to other widths, one token count of them all.
-    Their advantages are written out here: reward minus the group's mean, over std + 1e-4 in dapo."""
+    """The same rows through stock's own update: live groups of several rounds, padded to other widths, one token count
+    of them all. Their advantages are written out here: reward minus the group's mean, over std + 1e-4 in dapo."""
     found: list[dict[str, Any]] = []
 
     class Recording(LabTrainer):
@@ -106,7 +107,8 @@ def test_what_is_one_number_a_generation_batch_counts_once_however_many_rounds(
 ) -> None:
     """One window of two batches. The first is dead throughout: 4 rounds, nothing solved; the second lives.
 
-    Weights 0.2 and 0.8: (0.2 + 0.8) / 2, not (4 · 0.2 + 0.8) / 5. Shares are the sampler's at the end of each batch's rounds.
+    Weights 0.2 and 0.8: (0.2 + 0.8) / 2, not (4 · 0.2 + 0.8) / 5. Shares are the sampler's at the end of each batch's
+    rounds.
     """
     shares: list[tuple[float, float]] = []
 
@@ -191,7 +193,8 @@ def test_streams_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tmp_path: Path) -> None:
-    """With ``steps_per_generation`` below ``gradient_accumulation_steps`` a step holds several; each needs prompts of its own."""
+    """With ``steps_per_generation`` below ``gradient_accumulation_steps`` a step holds several; each needs prompts of
+    its own."""
     drawn: list[tuple[int, list[int]]] = []
 
     class Team(LabTrainer):
@@ -209,7 +212,8 @@ def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tm
 
 @pytest.mark.parametrize("name", ["exact", "off"])
 def test_learned_positions_are_those_at_generation(name: str, tmp_path: Path) -> None:
-    """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place, in bins and in stock's batches."""
+    """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place, in bins and in
+    stock's batches."""
     gaps: list[float] = []
 
     class Team(LabTrainer):

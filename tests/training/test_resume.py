@@ -1,7 +1,7 @@
 """Resume inside a generation batch: the uninterrupted run and one resumed from each kind of checkpoint, to the bit.
 
-Completions are sampled by the model itself (transformers' ``generate``), so a wrong random state, weight or batch shows in every
-later completion. Compared: weights, the optimizer's moments, and every logged value but times.
+Completions are sampled by the model itself (transformers' ``generate``), so a wrong random state, weight or batch shows
+in every later completion. Compared: weights, the optimizer's moments, and every logged value but times.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ CASES = [
     Case("two steps a generation", {**TWO_STEPS, "objective": "dr_grpo"}),
     Case("token denominator of the whole batch", {**TWO_STEPS, "objective": "dapo"}),
     Case("two iterations", {**TWO_ITERATIONS, "objective": "grpo"}),
-    Case("generation batches that end inside an optimizer step", {"steps_per_generation": 3, "objective": "dapo"}, stop=2),
+    Case("generation batches that end inside an optimizer "
+        "step", {"steps_per_generation": 3, "objective": "dapo"}, stop=2),
     Case("kimi", TWO_ITERATIONS, KimiTrainer),
     Case("reference model", {**TWO_ITERATIONS, "beta": 0.1, "objective": "grpo"}),
     Case("resample", {**TWO_STEPS, "objective": "dr_grpo", "update": {"dead_groups": "resample"}}),
@@ -287,7 +288,7 @@ def test_the_completions_table_goes_on(tmp_path: Path) -> None:
         pd.testing.assert_frame_equal(mine, theirs)
 
 
-# -- without the files -----------------------------------------------------------------------------------------------------
+# -- without the files -------------------------------------------------------------------------------------------------
 
 
 def resumed(tmp_path: Path, change: Callable[[Path], None], stop: int = 3, **changes: Any) -> tuple[Any, Any]:
@@ -314,7 +315,8 @@ def without_files(place: Path) -> None:
 def test_a_checkpoint_of_stock_trl_is_warned_of_and_resumed_as_trl_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The test of the tests above: without the files the runs differ. Prompts of the batch are generated again, as TRL does."""
+    """The test of the tests above: without the files the runs differ. Prompts of the batch are generated again, as TRL
+    does."""
     with caplog.at_level("WARNING", logger="grpo_lab"):
         again, whole = resumed(tmp_path, without_files)
     assert not torch.equal(weights(again), weights(whole))
@@ -407,7 +409,8 @@ def without_versions(place: Path) -> None:
 
 @pytest.mark.parametrize("change", [nothing, without_versions, as_earlier_releases_wrote_it])
 def test_every_row_says_which_policy_wrote_it(change: Callable[[Path], None], tmp_path: Path) -> None:
-    """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of it."""
+    """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of
+    it."""
     again, whole = resumed(tmp_path, change, stop=5)
     assert_same(again, whole)
     for run in (again, whole):
@@ -441,7 +444,7 @@ def test_what_cannot_be_written_is_named_and_the_run_goes_on(tmp_path: Path, cap
     assert again._step == whole._step == 12
 
 
-# -- a checkpoint that is written inside an optimizer step (the server is gone) ----------------------------------------------
+# -- a checkpoint that is written inside an optimizer step (the server is gone) ----------------------------------------
 
 
 class Going:
@@ -464,7 +467,8 @@ def going(folder: Path, gone_at: int | None = None, calls: int = 0, **settings: 
 
 
 def test_a_server_that_goes_inside_an_optimizer_step(tmp_path: Path) -> None:
-    """Micro-batches 0 1 | 2 3, generations at 0 and 3: gone at 3, so the checkpoint is of step 1, with its batch still there."""
+    """Micro-batches 0 1 | 2 3, generations at 0 and 3: gone at 3, so the checkpoint is of step 1, with its batch still
+    there."""
     settings = {"steps_per_generation": 3, "max_steps": 4}
     whole = going(tmp_path / "whole", **settings)
     whole.train()
@@ -479,7 +483,8 @@ def test_a_server_that_goes_inside_an_optimizer_step(tmp_path: Path) -> None:
 
 
 def test_a_server_that_goes_when_the_batch_is_gone_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Micro-batches 0–4 | 5–9, two a generation: step 1 ends inside the third batch, and at 8 the fourth is in memory."""
+    """Micro-batches 0–4 | 5–9, two a generation: step 1 ends inside the third batch, and at 8 the fourth is in
+    memory."""
     settings = {"gradient_accumulation_steps": 5, "steps_per_generation": 2, "max_steps": 2}
     ended = going(tmp_path / "ended", gone_at=4, **settings)
     with caplog.at_level("WARNING", logger="grpo_lab"), pytest.raises(ServerGone):
@@ -493,11 +498,12 @@ def test_a_server_that_goes_when_the_batch_is_gone_too(tmp_path: Path, caplog: p
     assert again.rollout_func.script.calls == 2 + 3  # the third batch again, the fourth and the fifth
 
 
-# -- other settings of TRL and HF ------------------------------------------------------------------------------------------
+# -- other settings of TRL and HF --------------------------------------------------------------------------------------
 
 
 def test_ignore_data_skip_finishes_the_batch_first(tmp_path: Path) -> None:
-    """The data set starts again, and the open batch is trained to its end before: no prompts twice in a row, none skipped."""
+    """The data set starts again, and the open batch is trained to its end before: no prompts twice in a row, none
+    skipped."""
     again, whole = resumed(tmp_path, nothing, ignore_data_skip=True)
     assert history(again)[3] == {**history(whole)[3], "epoch": history(again)[3]["epoch"]}  # step 4: the open batch
     assert prompts_seen(again) == [prompts_seen(whole)[0]]

@@ -96,7 +96,7 @@ def test_a_reward_of_weight_zero_is_watched_and_changes_no_number(tiny_folder: P
     assert all(torch.equal(a, b) for a, b in zip(left["alone"][1], left["watched"][1], strict=True))
 
 
-# -- NaN -----------------------------------------------------------------------------------------------------------------
+# -- NaN ---------------------------------------------------------------------------------------------------------------
 
 
 def holes(values: list[float], hole: Any) -> list[Any]:
@@ -152,7 +152,7 @@ def test_a_group_rewards_nan_likewise(tiny_folder: Path, tmp_path: Path, caplog:
     assert trainer.state.log_history[0]["rewards/nan_share"] == pytest.approx(3 / 24)
 
 
-# -- what is no number ---------------------------------------------------------------------------------------------------
+# -- what is no number -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,8 @@ def test_what_is_no_number_is_one_line_with_its_place(
     trainer = build(tiny_folder, tmp_path, [parts, reward])
     with pytest.raises(
         ValueError,
-        match=rf"reward .*'{name}'.* returned {seen} for completion 1( and 2 more)?( of 12)?; allowed are finite numbers",
+        match=rf"reward .*'{name}'.* returned {seen} for completion 1( and 2 more)?( of 12)?; allowed are finite "
+        r"numbers",
     ) as said:
         trainer.train()
     assert "\n" not in str(said.value)
@@ -212,7 +213,7 @@ def test_what_is_no_list_of_numbers_is_named(answer: Any, seen: str, tiny_folder
         build(tiny_folder, tmp_path, mine).train()
 
 
-# -- no max_completion_length --------------------------------------------------------------------------------------------
+# -- no max_completion_length ------------------------------------------------------------------------------------------
 
 
 def test_a_limit_of_the_engine_alone(tiny_folder: Path, tmp_path: Path) -> None:

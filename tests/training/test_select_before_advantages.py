@@ -1,4 +1,5 @@
-"""``update.dead_groups: resample``: what is thrown away by the rule in force, and advantages of what stays, against a literal loop.
+"""``update.dead_groups: resample``: what is thrown away by the rule in force, and advantages of what stays, against a
+literal loop.
 
 The loop knows the rewards of every round (the reward function writes them down) and the formulas, nothing else.
 """
@@ -37,7 +38,8 @@ def batch_zscore(rewards: list[float]) -> list[float]:
 
 
 def regret(rewards: list[float]) -> list[float]:
-    """A team's: what is missing to a full score. A group that is right throughout teaches nothing; one that is wrong does."""
+    """A team's: what is missing to a full score. A group that is right throughout teaches nothing; one that is wrong
+    does."""
     return [r - 1.0 for r in rewards]
 
 
@@ -63,7 +65,8 @@ class Regretting(Watched):
 
 
 class Reward:
-    """Groups right throughout (1), wrong throughout (0) and mixed ones, in eighths: exact in float32. Keeps what it gave."""
+    """Groups right throughout (1), wrong throughout (0) and mixed ones, in eighths: exact in float32. Keeps what it
+    gave."""
 
     __name__ = "Reward"
     rounds: list[Rows]

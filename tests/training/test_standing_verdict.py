@@ -67,15 +67,18 @@ PULL = "the loss of a row does not vanish where its advantage is zero"
     [
         (LabTrainer, {"objective": "dr_grpo"}, None, None, None),
         (LabTrainer, {"objective": "dr_grpo", "update": "off"}, None, "update is 'off'", "update is 'off'"),
-        (LabTrainer, {"objective": "dr_grpo", "update": {"dead_groups": "keep"}}, None, None, "update.dead_groups is 'keep'"),
+        (LabTrainer, {"objective": "dr_grpo", "update": {"dead_groups": "keep"}}, None, None, "update.dead_groups is "
+            "'keep'"),
         (LabTrainer, {"loss_type": "sapo"}, None, "left to TRL (loss_type='sapo')", "left to TRL (loss_type='sapo')"),
         (LabTrainer, {"entropy_coef": 0.1}, None, "an entropy bonus (entropy_coef", "an entropy bonus (entropy_coef"),
         (LabTrainer, {"objective": "bnpo"}, None, "`local_token_mean`", "`local_token_mean`"),
         (LabTrainer, part(aggregation="local_token_mean"), None, "the average `local_token_mean`", "`local_token_mean`"),
         (LabTrainer, part(surrogate=drawn), None, "the surrogate `drawn`: it draws random", "`drawn`: it draws"),
         (LabTrainer, part(surrogate=odd), None, "`odd` cannot be asked on a toy batch (KeyError", "cannot be asked"),
-        (LabTrainer, part(aggregation=by_place), None, "the aggregation `by_place` is no sum over rows", "no sum over rows"),
-        (Whitened, part(aggregation=summed), None, f"`Whitened.token_loss`: {BY_ROWS}", f"`Whitened.token_loss`: {BY_ROWS}"),
+        (LabTrainer, part(aggregation=by_place), None, "the aggregation `by_place` is no sum over "
+            "rows", "no sum over rows"),
+        (Whitened, part(aggregation=summed), None, "`Whitened.token_loss`: "
+            f"{BY_ROWS}", f"`Whitened.token_loss`: {BY_ROWS}"),
         (LabTrainer, {"objective": "dr_grpo"}, hook_on_the_object, f"`trainer.token_loss`: {BY_ROWS}", BY_ROWS),
         (Pulled, {"objective": "dr_grpo"}, None, None, f"`Pulled.token_loss`: {PULL}"),
         (LabTrainer, {"objective": {"name": "mirror_descent", "aggregation": summed}}, None, None, f"`MirrorDescent`: {PULL}"),

@@ -1,4 +1,5 @@
-"""Asked to stop in generation, scoring, update, saving or evaluation: the checkpoint that follows resumes to the bit."""
+"""Asked to stop in generation, scoring, update, saving or evaluation: the checkpoint that follows resumes to the
+bit."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_asked_while_a_checkpoint_is_written_it_is_the_one(whole: Any, tmp_path:
 
 @pytest.mark.parametrize("kind", [LabTrainer, KimiTrainer])
 def test_where_a_generation_begins_in_the_step(kind: Any, tmp_path: Path) -> None:
-    """Step 3 generates: a checkpoint inside it would generate again with other random numbers. An odd logging window, too."""
+    """Step 3 generates: a checkpoint inside it would generate again with other random numbers. An odd logging window,
+    too."""
     settings: dict[str, Any] = {**TWO_ITERATIONS, "logging_steps": 2, "max_steps": 6}
     if kind is LabTrainer:
         settings["objective"] = "grpo"
@@ -238,7 +240,8 @@ def test_at_its_last_step_nothing_is_trained_and_a_due_evaluation_is_made(tmp_pa
 
 
 def test_a_stop_file_and_the_hours(tmp_path: Path) -> None:
-    """Also where no checkpoints are asked for, and no signal is heard; the file goes, or a resumed run would stop at once."""
+    """Also where no checkpoints are asked for, and no signal is heard; the file goes, or a resumed run would stop at
+    once."""
     by_file = build(tmp_path / "file", **SETTINGS, save_strategy="no")
     by_file.add_callback(At("on_substep_end", 1, lambda: (tmp_path / "file" / "STOP").touch()))
     by_file.train()

@@ -1,7 +1,8 @@
-"""A team's module registers an algorithm with a knob of its own; a recipe names it. Nothing inside ``grpo_lab`` knows of it.
+"""A team's module registers an algorithm with a knob of its own; a recipe names it. Nothing inside ``grpo_lab`` knows
+of it.
 
-It is mirror descent under another name, with ``pull`` for τ, so that it must give mirror descent's weights to the last bit: trained
-with the real pipeline, stopped after two steps and resumed by a fresh process of the command line.
+It is mirror descent under another name, with ``pull`` for τ, so that it must give mirror descent's weights to the last
+bit: trained with the real pipeline, stopped after two steps and resumed by a fresh process of the command line.
 """
 
 from __future__ import annotations

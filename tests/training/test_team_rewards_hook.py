@@ -1,4 +1,5 @@
-"""A team's own `_calculate_rewards` and `compute_advantages`: what the outermost method returns makes the advantages."""
+"""A team's own `_calculate_rewards` and `compute_advantages`: what the outermost method returns makes the
+advantages."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_a_hook_that_asks_super_gets_trls_advantages(
     stock = generated(build(GRPOTrainer, tiny_folder, tmp_path, **settings))
     ours = generated(build(Passing, tiny_folder, tmp_path, **settings))
     assert torch.equal(ours["completion_ids"], stock["completion_ids"])
-    # z-scores of at most √11 each; float32 TRL against ours, one rounding of a sum of four and a quotient on either side
+    # z-scores of at most √11 each; float32 TRL against ours, one rounding of a sum of four and a quotient on either
+    # side
     assert (ours["advantages"] - stock["advantages"]).abs().max() <= 16 * ROUNDING
     assert stock["advantages"].abs().max() > 0.1
 

@@ -1,7 +1,7 @@
 """Three ways for a team to bring a part, each with the effect that it should have: the same weights by every way.
 
-Two passes over each batch (``num_iterations=2``), so that ratios leave 1 and surrogates differ. Completions are scripted,
-so runs differ by their update only; SGD in float32 on one thread, so equal runs are equal to the last bit.
+Two passes over each batch (``num_iterations=2``), so that ratios leave 1 and surrogates differ. Completions are
+scripted, so runs differ by their update only; SGD in float32 on one thread, so equal runs are equal to the last bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An advantage per token from a team's rule or hook: a literal loop, bins and TRL's batches, the same way by name, the door."""
+"""An advantage per token from a team's rule or hook: a literal loop, bins and TRL's batches, the same way by name, the
+door."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""That the exact update is off, why, what it costs and what to change: a plain script sees it, the log and the record hold it."""
+"""That the exact update is off, why, what it costs and what to change: a plain script sees it, the log and the record
+hold it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_a_loss_of_the_teams_own_is_named(tiny_folder: Path, tmp_path: Path, cap
 def test_a_plain_script_sees_it(tiny_folder: Path, tmp_path: Path) -> None:
     """No logging is set up: Python's last resort prints warnings on stderr, and nothing below."""
     script = (
-        "import sys; from pathlib import Path; from grpo_lab import LabConfig, LabTrainer; from parity.harness import arguments, train\n"
+        "import sys; from pathlib import Path; from grpo_lab import LabConfig, LabTrainer; from parity.harness "
+        "import arguments, train\n"
         "train(LabTrainer, LabConfig(**arguments(Path(sys.argv[2]), max_steps=1), objective='bnpo'), Path(sys.argv[1]))"
     )
     (tmp_path / "script.py").write_text(script)

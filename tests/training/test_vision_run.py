@@ -1,4 +1,5 @@
-"""`grpo-lab` with a vision model's folder, on rows of text: dry run, training, evaluation; images are a script's (tests/parity)."""
+"""`grpo-lab` with a vision model's folder, on rows of text: dry run, training, evaluation; images are a script's
+(tests/parity)."""
 
 from __future__ import annotations
 

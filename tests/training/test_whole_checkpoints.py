@@ -1,4 +1,5 @@
-"""Killed with −9 at seven points of a saving, and with a full disk: the newest checkpoint is whole, and resumes to the bit."""
+"""Killed with −9 at seven points of a saving, and with a full disk: the newest checkpoint is whole, and resumes to the
+bit."""
 
 from __future__ import annotations
 

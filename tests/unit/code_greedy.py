@@ -1,7 +1,8 @@
-"""The programs of ``code_attacks.GREEDY`` scored in a process of their own; prints one JSON line: scores, seconds, peak memory of a child.
+"""The programs of ``code_attacks.GREEDY`` scored in a process of their own; prints one JSON line: scores, seconds, peak
+memory of a child.
 
-A process of its own, because ``ru_maxrss`` remembers: that of a test process holds the largest child of every test before, and a program
-started by a large process begins at that process's peak.
+A process of its own, because ``ru_maxrss`` remembers: that of a test process holds the largest child of every test
+before, and a program started by a large process begins at that process's peak.
 
     python tests/unit/code_greedy.py '{"timeout_s": 1.0, "memory_bytes": 536870912, ...}'
 """

@@ -176,7 +176,8 @@ QUICK = ("\\boxed{", "$", "answer is 5 ", "a = b is ", "<answer>5</answer>")
     "unit", [unit if unit in QUICK else pytest.param(unit, marks=pytest.mark.slow) for unit in UNITS]
 )
 def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
-    """100 kB of anything, in any position: milliseconds when linear, minutes when quadratic. Processor time is measured."""
+    """100 kB of anything, in any position: milliseconds when linear, minutes when quadratic. Processor time is
+    measured."""
     junk = (unit * (100_000 // len(unit) + 1))[:100_000]
     nested = junk[:50_000] + "5" + "}" * 50_000
     for text in (

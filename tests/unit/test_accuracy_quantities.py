@@ -1,4 +1,5 @@
-"""AccuracyReward reads what a number means: scale words, fractions, percents, units, shares, and several answers beside one.
+"""AccuracyReward reads what a number means: scale words, fractions, percents, units, shares, and several answers beside
+one.
 
 Every row of `number_cases.jsonl` is judged in both modes; 1 is right, 0 is wrong.
 """

@@ -1,4 +1,5 @@
-"""Advantage rules: hand values. Properties that all rules share are in ``tests/conformance/test_advantage_rules.py``."""
+"""Advantage rules: hand values. Properties that all rules share are in
+``tests/conformance/test_advantage_rules.py``."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_group_max_keeps_ties() -> None:
 
 
 def test_group_max_of_negative_rewards() -> None:
-    """The best of a bad group is still pushed *down*: its own reward is the delta (the lecture's rule, not a baseline)."""
+    """The best of a bad group is still pushed *down*: its own reward is the delta (the lecture's rule, not a
+    baseline)."""
     assert GroupMax()(torch.tensor([-2.0, -1.0]), 2).tolist() == [0.0, -1.0]
 
 
@@ -183,7 +185,8 @@ def test_a_reward_table_is_float64_and_keeps_small_penalties() -> None:
 
 
 def test_sums_of_rewards_have_the_resolution_of_float32() -> None:
-    """0.1 + 0.2 and 0.3 + 0 are the same reward, as they are to TRL: a dead group, not an advantage of ±0.7 without ε."""
+    """0.1 + 0.2 and 0.3 + 0 are the same reward, as they are to TRL: a dead group, not an advantage of ±0.7 without
+    ε."""
     table = RewardTable(torch.tensor([[0.1, 0.2], [0.3, 0.0]]), ("a", "b"), torch.ones(2), 2)
     assert is_dead(table.total.view(1, 2)).tolist() == [True]
 

@@ -48,8 +48,8 @@ def test_tokens_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
 
 
 def test_the_sources_sorting_run_begins_at_chance_and_learns() -> None:
-    """A net that knows nothing of the prompt earns about 3 whatever it says (1.65 for pairs in order and 1.38 for inclusion if it is uniform); the first tenth of
-    the run takes it above 4."""
+    """A net that knows nothing of the prompt earns about 3 whatever it says (1.65 for pairs in order and 1.38 for
+    inclusion if it is uniform); the first tenth of the run takes it above 4."""
     lab = loaded("recipes/lab/sorting/sources.py")
     lab.OUTER = 20
     curve, rows = lab.train(seed=0, epsilon=0.2)

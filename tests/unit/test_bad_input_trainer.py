@@ -42,7 +42,7 @@ def said(caught: pytest.ExceptionInfo[BaseException], *parts: str) -> None:
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
-# -- at construction -----------------------------------------------------------------------------------------------------
+# -- at construction ---------------------------------------------------------------------------------------------------
 
 
 class Measured:
@@ -173,7 +173,7 @@ def test_the_callers_configuration_is_not_changed(tiny_folder: Path, tmp_path: P
     assert {k: v for k, v in vars(config).items() if k in before and v is not before[k] and v != before[k]} == {}
 
 
-# -- rewards, at the first generation ------------------------------------------------------------------------------------
+# -- rewards, at the first generation ----------------------------------------------------------------------------------
 
 
 def short(completions: list[str], **_: Any) -> list[float]:
@@ -245,7 +245,7 @@ def test_environments_that_cannot_travel_to_another_rank() -> None:
     assert environments_for_groups(trainer, 1) == trainer.environments
 
 
-# -- prompts and the context ---------------------------------------------------------------------------------------------
+# -- prompts and the context -------------------------------------------------------------------------------------------
 
 
 def long_prompts(words: int) -> Dataset:

@@ -1,4 +1,5 @@
-"""The model itself is asked whether its log-probs are the same in bins as in TRL's batches: real (tiny, random) models of many families."""
+"""The model itself is asked whether its log-probs are the same in bins as in TRL's batches: real (tiny, random) models
+of many families."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def trainer(name: str, folder: Path, **changes: Any) -> LabTrainer:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
 def test_the_model_answers(name: str, precision: str, tmp_path: Path) -> None:
-    """By orders of magnitude on either side of the bound, also where training runs in bfloat16: the weights are float32."""
+    """By orders of magnitude on either side of the bound, also where training runs in bfloat16: the weights are
+    float32."""
     asked = trainer(name, tmp_path, bf16=precision == "autocast")
     if precision == "autocast":
         asked.model = asked.accelerator.prepare(asked.model)

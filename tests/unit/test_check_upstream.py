@@ -1,4 +1,5 @@
-"""``scripts/check_upstream.py``: what moved between two releases, read from wheels that are made here (the index is not asked)."""
+"""``scripts/check_upstream.py``: what moved between two releases, read from wheels that are made here (the index is not
+asked)."""
 
 from __future__ import annotations
 
@@ -53,8 +54,11 @@ def test_the_same_release_has_moved_nothing(installed: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "code", "line"),
     [
-        ("def _compute_loss(self, model, inputs):", "def _compute_loss(self, model, inputs):\n        print(1)", 1, "body      GRPOTrainer._compute_loss"),
-        ("def _compute_loss(self, model, inputs):", "def _compute_loss(self, model, batch):", 2, "signature GRPOTrainer._compute_loss"),
+        ("def _compute_loss(self, model, "
+            "inputs):", "def _compute_loss(self, model, inputs):\n        "
+                "print(1)", 1, "body      GRPOTrainer._compute_loss"),
+        ("def _compute_loss(self, model, "
+            "inputs):", "def _compute_loss(self, model, batch):", 2, "signature GRPOTrainer._compute_loss"),
         ("_buffered_inputs", "_buffered", 2, "gone      GRPOTrainer._buffered_inputs"),
         ("def _calculate_rewards(", "def _score(", 2, "gone      GRPOTrainer._calculate_rewards"),
     ],

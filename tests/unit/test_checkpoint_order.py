@@ -253,7 +253,8 @@ def test_a_pickle_that_runs_a_command_is_refused_by_its_path_too(trainer: Saves)
 
 
 def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Saves) -> None:
-    """``True`` goes on from the one before; a path that was asked for is an error. Without the list nothing is compared."""
+    """``True`` goes on from the one before; a path that was asked for is an error. Without the list nothing is
+    compared."""
     places = [trainer.run / f"checkpoint-{step}" for step in (4, 5)]
     trainer.args.save_total_limit = None
     for step, place in zip((4, 5), places, strict=True):

@@ -82,7 +82,7 @@ def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.Ca
     assert "Every setting of the recipe can be replaced by --key value" in said
 
 
-# --- --dry-run ----------------------------------------------------------------------------------------------------------
+# --- --dry-run --------------------------------------------------------------------------------------------------------
 
 
 def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
@@ -174,7 +174,7 @@ def test_a_misspelt_training_setting_stops_long2short_before_it_samples(tiny_fol
     assert not (tmp_path / "out").exists()
 
 
-# --- other samples, Ctrl-C ----------------------------------------------------------------------------------------------
+# --- other samples, Ctrl-C --------------------------------------------------------------------------------------------
 
 
 def test_another_number_of_samples_names_overwrite(

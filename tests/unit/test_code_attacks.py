@@ -1,7 +1,8 @@
-"""``CodeReward`` under attack: programs that want to be paid for nothing, want more than they are given, or want to do harm.
+"""``CodeReward`` under attack: programs that want to be paid for nothing, want more than they are given, or want to do
+harm.
 
-Every attack scores 0, nothing outside changes, no process is left, no verdict is late. Where a machine gives no namespaces, the same holds
-behind what it gives; attacks whose only wall is missing are left out, and the test says so.
+Every attack scores 0, nothing outside changes, no process is left, no verdict is late. Where a machine gives no
+namespaces, the same holds behind what it gives; attacks whose only wall is missing are left out, and the test says so.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_is_removed_whatever_was_made_of_it(tmp_path: Path) -> None:
-    """Deeper than a path is long and than Python recurses; modes of 0; links; and within its time, the rest another time."""
+    """Deeper than a path is long and than Python recurses; modes of 0; links; and within its time, the rest another
+    time."""
     top, outside = tmp_path / "top", tmp_path / "outside"
     outside.mkdir(mode=0o750)
     (top / "shut" / "in").mkdir(parents=True)
@@ -272,7 +274,8 @@ def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_no_process_is_left_where_only_the_watcher_holds_them(no_process_left: None) -> None:
-    """Neither namespaces nor filter nor user: what hides in sessions of its own, and what multiplies (here to 64), is found and ended."""
+    """Neither namespaces nor filter nor user: what hides in sessions of its own, and what multiplies (here to 64), is
+    found and ended."""
     bomb = "import os\nfor n in range(6):\n    os.fork()\nos.setsid()\nwhile True: pass"
     bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["limits"])
     nothing_paid(

@@ -1,4 +1,5 @@
-"""``CodeReward``: real programs and their mutants, spellings of tests, both scores, threads, limits, a trainer that dies."""
+"""``CodeReward``: real programs and their mutants, spellings of tests, both scores, threads, limits, a trainer that
+dies."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_mutants_score_as_a_plain_interpreter_finds_them(reward: CodeReward, human_eval: list[dict[str, str]]) -> None:
-    """The oracle runs program and tests in one interpreter, as published harnesses do: honest programs, so both must agree."""
+    """The oracle runs program and tests in one interpreter, as published harnesses do: honest programs, so both must
+    agree."""
     mutants = [
         {**row, "program": program}
         for number, row in enumerate(human_eval)
@@ -152,7 +154,8 @@ SPELLINGS: dict[str, tuple[Any, str | None]] = {
     "check, called": ("def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\ncheck(add)", None),
     "test functions": ("def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4", None),
     "behind the guard of a script": (
-        "def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4\nif __name__ == '__main__':\n    test_one()\n    test_two()",
+        "def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4\nif __name__ == "
+        "'__main__':\n    test_one()\n    test_two()",
         None,
     ),
     "check, called behind the guard": (
@@ -235,8 +238,10 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
     "values of every kind": (
         "def same(x): return x",
         "import datetime, decimal, fractions, collections\n"
-        "for x in (None, True, -0.0, float('inf'), 10**5000, 1j, 'é\\ud800', b'\\x00', (1, [2]), {1: {2}}, frozenset({3}), range(3),\n"
-        "          decimal.Decimal('1.10'), fractions.Fraction(1, 3), datetime.date(2020, 1, 2), datetime.timedelta(1),\n"
+        "for x in (None, True, -0.0, float('inf'), 10**5000, 1j, 'é\\ud800', b'\\x00', (1, [2]), {1: {2}}, "
+        "frozenset({3}), range(3),\n"
+        "          decimal.Decimal('1.10'), fractions.Fraction(1, 3), datetime.date(2020, 1, 2), "
+        "datetime.timedelta(1),\n"
         "          collections.deque([1]), bytearray(b'x'), {(1, 2): None}, [[[]]]):\n"
         "    y = same(x)\n    assert y == x and type(y) is type(x)\n",
     ),
@@ -246,11 +251,16 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
         "x, d, s = [3, 1, 2], {}, {1}\nsort(x, d, s)\nassert (x, d, s) == ([1, 2, 3], {'new': [1]}, {1, 9})",
     ),
     "an object": (
-        "class Stack:\n    def __init__(self, *x): self.x = list(x)\n    def push(self, v): self.x.append(v); return self\n"
-        "    def pop(self): return self.x.pop()\n    def __len__(self): return len(self.x)\n    def __iter__(self): return iter(self.x)\n"
-        "    def __eq__(self, o): return self.x == o.x\n    def __getitem__(self, i): return self.x[i]\n    def __str__(self): return f'S{self.x}'",
-        "s = Stack(1, 2)\ns.push(3).push(4)\nassert s.pop() == 4\nassert len(s) == 3 and list(s) == [1, 2, 3] and 2 in s and 5 not in s\n"
-        "assert s[0] == 1 and str(s) == 'S[1, 2, 3]'\nassert s == Stack(1, 2, 3) and s != Stack(1)\nassert isinstance(s, Stack)\n"
+        "class Stack:\n    def __init__(self, *x): self.x = list(x)\n    def push(self, v): self.x.append(v); return "
+        "self\n"
+        "    def pop(self): return self.x.pop()\n    def __len__(self): return len(self.x)\n    def __iter__(self): "
+        "return iter(self.x)\n"
+        "    def __eq__(self, o): return self.x == o.x\n    def __getitem__(self, i): return self.x[i]\n    def "
+        "__str__(self): return f'S{self.x}'",
+        "s = Stack(1, 2)\ns.push(3).push(4)\nassert s.pop() == 4\nassert len(s) == 3 and list(s) == [1, 2, 3] and 2 "
+        "in s and 5 not in s\n"
+        "assert s[0] == 1 and str(s) == 'S[1, 2, 3]'\nassert s == Stack(1, 2, 3) and s != Stack(1)\nassert "
+        "isinstance(s, Stack)\n"
         "s.x = [7]\nassert s.x == [7]",
     ),
     "exceptions": (
@@ -261,15 +271,18 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
     ),
     "functions handed over": (
         "def twice(f, x): return f(f(x))\ndef adder(n): return lambda x: x + n",
-        "k = 3\nassert twice(lambda x: x * k, 2) == 18\nassert twice(abs, -2) == 2\nassert adder(2)(3) == 5\nassert twice(adder(1), 0) == 2",
+        "k = 3\nassert twice(lambda x: x * k, 2) == 18\nassert twice(abs, -2) == 2\nassert adder(2)(3) == 5\nassert "
+        "twice(adder(1), 0) == 2",
     ),
     "functions handed over that call back": (
         "def inc(x): return x + 1\ndef each(f, xs): return [f(x) for x in xs]",
-        "assert each(lambda x: inc(x) * 2, [1, 2]) == [4, 6]\nassert each(lambda x: each(inc, [x, inc(x)]), [1]) == [[2, 3]]",
+        "assert each(lambda x: inc(x) * 2, [1, 2]) == [4, 6]\nassert each(lambda x: each(inc, [x, inc(x)]), [1]) == "
+        "[[2, 3]]",
     ),
     "functions handed over that raise": (
         "def safe(f):\n    try: return f()\n    except (ZeroDivisionError, LookupError) as error: return str(error)",
-        "class Mine(LookupError): pass\ndef mine(): raise Mine('no')\nassert 'zero' in safe(lambda: 1 / 0)\nassert safe(mine) == 'no'",
+        "class Mine(LookupError): pass\ndef mine(): raise Mine('no')\nassert 'zero' in safe(lambda: 1 / 0)\nassert "
+        "safe(mine) == 'no'",
     ),
     "generators": (
         "def count(n):\n    yield from range(n)",
@@ -278,7 +291,8 @@ TRANSPARENT: dict[str, tuple[str, str]] = {
     "named tuples and enums": (
         "from collections import namedtuple, Counter\nfrom enum import Enum\nPoint = namedtuple('Point', 'x y')\n"
         "class C(Enum):\n    RED = 1\ndef p(): return Point(1, 2)\ndef c(): return C.RED\ndef n(t): return Counter(t)",
-        "assert p() == (1, 2) and Point(3, 4).x == 3\nassert c() == C.RED and C.RED.value == 1\nassert n('aab') == {'a': 2, 'b': 1}",
+        "assert p() == (1, 2) and Point(3, 4).x == 3\nassert c() == C.RED and C.RED.value == 1\nassert n('aab') == "
+        "{'a': 2, 'b': 1}",
     ),
     "a contest's class": ("class Solution:\n    def add(self, a, b): return a + b", "assert Solution().add(1, 2) == 3"),
     "modules that nobody imported": (
@@ -306,8 +320,10 @@ def test_a_program_in_another_process_is_tested_as_one_in_the_same(reward: CodeR
     "tests",
     [None, "", "   ", [], "x = 1", "print(add(1, 2))", "assert True", "assert add(1", {"input": 1}, [["a"]], [[1, 2], 3], 5,
      "import _thread\nassert add(_thread.allocate_lock(), 1) == 3", "assert len('ab') == 2", "assert sum(10, 15) == 25",
-     "import no_such_package\nassert add(1, 2) == 3", "def test_add():\n    import no_such_package\n    assert add(1, 2) == 3",
-     "import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        assert add(1, 2) == 3\nunittest.main()",
+     "import no_such_package\nassert add(1, 2) == 3", "def test_add():\n    import no_such_package\n    assert "
+         "add(1, 2) == 3",
+     "import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        assert add(1, 2) == "
+     "3\nunittest.main()",
      "assert add('\ud800', '') == '\ud800'",
      [["1 2", None]], [["1 2", [None]]], [["1 2", "3"], ["", [None, "x"]]], {"inputs": ["1", "2"], "outputs": ["1", None]}, [["1 2", ""], ["1", " \n"]],
      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[None]]},
@@ -375,7 +391,8 @@ def test_a_program_cannot_make_a_test_unusable(reward: CodeReward, program: str)
     ["return x() if callable(x) else 1", "\n    try: x()\n    except BaseException: return 3", "raise SystemExit"],
 )
 def test_a_program_does_not_choose_between_unscorable_and_wrong(reward: CodeReward, tests: str, asks: str) -> None:
-    """A function of the tests' that returns what cannot be sent fails the test that the program calls it in: its word decides if it is called."""
+    """A function of the tests' that returns what cannot be sent fails the test that the program calls it in: its word
+    decides if it is called."""
     assert one(reward, f"def g(x): return 3\ndef f(x): {asks}", tests) == 0.0
 
 
@@ -389,7 +406,8 @@ def test_a_program_does_not_choose_between_unscorable_and_wrong(reward: CodeRewa
     ],
 )
 def test_a_program_cannot_end_what_goes_through_the_cases(reward: CodeReward, tests: str) -> None:
-    """An exception that means "no more" to ``map``, ``zip`` and ``filter``, from a call or from a question, is not that in the tester."""
+    """An exception that means "no more" to ``map``, ``zip`` and ``filter``, from a call or from a question, is not that
+    in the tester."""
     stops = ("class End(StopIteration): pass\n", "")
     for end, kind in zip(stops, ("End", "StopIteration"), strict=True):
         assert one(reward, f"{end}def f(x): raise {kind}", tests) == 0.0

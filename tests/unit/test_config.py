@@ -31,7 +31,7 @@ def my_surrogate(batch: Any) -> Any:
     return -batch.advantages * batch.logps
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 #: settings → what the message must say: what was seen, what is allowed (or means the same), which setting
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -216,7 +216,7 @@ def test_every_number_that_is_named_divides() -> None:
                         assert batch % changed["num_generations"] == 0, str(caught.value)
 
 
-# -- acceptances ---------------------------------------------------------------------------------------------------------
+# -- acceptances -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_update_off_in_every_spelling(spelling: Any) -> None:
     assert config(update=spelling).lab_settings.update.is_off
 
 
-# -- parsers -------------------------------------------------------------------------------------------------------------
+# -- parsers -----------------------------------------------------------------------------------------------------------
 
 LINE = ["--output_dir", "unused", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 
@@ -318,7 +318,7 @@ def test_an_advantage_rule_alone_is_in_trls_field_too() -> None:
     assert config(advantage="group_mean", scale_rewards="none").scale_rewards == "none"
 
 
-# -- copies --------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 FULL: dict[str, Any] = {
     "objective": {"name": "dr_grpo", "surrogate": Clipped(0.1, 0.3)},
@@ -342,7 +342,8 @@ def test_copies(again: Any) -> None:
 
 
 def test_dataclasses_replace() -> None:
-    """As with TRL's own config, the derived batch size has to be left out: both of the pair are set after construction."""
+    """As with TRL's own config, the derived batch size has to be left out: both of the pair are set after
+    construction."""
     first = config(**FULL)
     second = dataclasses.replace(first, learning_rate=0.25, steps_per_generation=None, generation_batch_size=None)
     assert second.learning_rate == 0.25
@@ -373,7 +374,7 @@ def test_config_is_saved_and_loaded_by_torch(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "training_args.bin", weights_only=False), first)
 
 
-# --- settings of earlier releases -----------------------------------------------------------------------------------------
+# --- settings of earlier releases -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", GONE)

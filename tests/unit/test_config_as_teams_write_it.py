@@ -1,4 +1,5 @@
-"""``LabConfig`` on the roads that teams use: parsers, YAML, JSON, copies, records of a run; every mapping on each of them."""
+"""``LabConfig`` on the roads that teams use: parsers, YAML, JSON, copies, records of a run; every mapping on each of
+them."""
 
 from __future__ import annotations
 

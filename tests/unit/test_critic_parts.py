@@ -27,7 +27,8 @@ def values(*numbers: float, grad: bool = False) -> torch.Tensor:
 
 def test_value_loss_by_hand() -> None:
     """V_old = 1, R = 2, ±0.2. V = 1.1: inside, ½·0.9² = 0.405. V = 1.5: clipped to 1.2, ½·0.8² = 0.32 > ½·0.5² = 0.125.
-    V = 0.5: clipped to 0.8, ½·1.2² = 0.72 < ½·1.5² = 1.125. Gradient V − R, and 0 where the clip acts: −0.9, 0, −1.5."""
+    V = 0.5: clipped to 0.8, ½·1.2² = 0.72 < ½·1.5² = 1.125. Gradient V − R, and 0 where the clip acts: −0.9, 0, −1.5.
+    """
     now = values(1.1, 1.5, 0.5, grad=True)
     old, returns = values(1.0, 1.0, 1.0), values(2.0, 2.0, 2.0)
     loss = value_loss(now, old, returns, 0.2)
@@ -138,7 +139,8 @@ def test_what_cannot_be_is_refused(written: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_rank_that_saves_writes_the_critic_and_no_other(saves: bool, tmp_path: Path) -> None:
-    """From transformers 5.20 on all ranks come through `_save`: each wrote the same files, and moved the others' half ones."""
+    """From transformers 5.20 on all ranks come through `_save`: each wrote the same files, and moved the others' half
+    ones."""
     critic = Critic(4)
     state = {f"{CRITIC}.{name}": value for name, value in critic.state_dict().items()}
     save_beside(SimpleNamespace(args=SimpleNamespace(should_save=saves)), critic, str(tmp_path), state)

@@ -66,7 +66,10 @@ def test_near_duplicate_with_the_similarity_of_the_formula() -> None:
     item = (
         "Ann has 4 cups and Bob has 9 plates and they put all of them into one box and carry it home today. How many?"
     )
-    text = "Eve has 4 cups and Jim has 9 plates and they put all of these into one crate and carry it back today. How many?"
+    text = (
+        "Eve has 4 cups and Jim has 9 plates and they put all of these into one crate and carry it back today. "
+        "How many?"
+    )
     # 5 of the 25 words differ: LCS = 20, similarity 2·20/(25 + 25) = 0.8
     found = find_contamination([text], [item])[0]
     assert found is not None

@@ -125,7 +125,8 @@ def test_an_averaged_model_loads(tmp_path: Path) -> None:
 
 
 def test_only_what_a_model_is_goes_along(tmp_path: Path) -> None:
-    """A report on the merged folder would draw the long model's curves, and its README would tell of another training."""
+    """A report on the merged folder would draw the long model's curves, and its README would tell of another
+    training."""
     a = checkpoint(tmp_path / "a", {"w": torch.zeros(2)})
     belongs = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
                "special_tokens_map.json", "modeling_own.py", "LICENSE"]  # fmt: skip

@@ -48,7 +48,8 @@ def test_one_answer_for_each_way_and_at_most_k_a_problem() -> None:
 
 
 def test_of_the_same_way_the_text_farther_from_the_others_stays() -> None:
-    """Edit distances to the other way "bb": "ab" 1, "xx" 2; "xx" takes the place of "ab". Before there was another, the first stayed."""
+    """Edit distances to the other way "bb": "ab" 1, "xx" 2; "xx" takes the place of "ab". Before there was another, the
+    first stayed."""
     same = {"ab": 1, "aa": 1, "bb": 2, "xx": 1}.__getitem__
     built, counts = right_answers([problem(("ab", 1), ("aa", 1), ("bb", 1), ("xx", 1))], same=same)
     assert completions(built) == ["xx", "bb"]
@@ -78,7 +79,8 @@ def test_every_way_is_used_before_one_is_used_again() -> None:
 
 
 def test_on_random_samples() -> None:
-    """No unscorable, no wrong one imitated, none twice, at most k; a pair is right against wrong of one problem, no pair twice."""
+    """No unscorable, no wrong one imitated, none twice, at most k; a pair is right against wrong of one problem, no
+    pair twice."""
     rng = random.Random(0)
     for _ in range(300):
         k = rng.choice([None, 1, 2, 3])

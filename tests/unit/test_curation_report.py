@@ -90,7 +90,8 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_on_a_phone_every_number_of_a_filter_has_its_name() -> None:
-    """There a row is a list: a cell without a label would be a number without a meaning, a scrolled table hides columns."""
+    """There a row is a list: a cell without a label would be a number without a meaning, a scrolled table hides
+    columns."""
     page = curation_page(selection().report()).html()
     table = page[page.index("<h2>Filters") : page.index("</table>")]
     assert '<table class="stacked">' in table

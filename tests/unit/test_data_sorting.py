@@ -1,4 +1,5 @@
-"""The loader ``sorting``: what a row holds, splits that share no sorted answer, a cold start that says nothing of the prompt."""
+"""The loader ``sorting``: what a row holds, splits that share no sorted answer, a cold start that says nothing of the
+prompt."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"`model\.lora` has no setting 'rank'",
     ),
     "modules that the model does not have": ({"lora": {"r": 4, "target_modules": ["no_proj"]}}, "no_proj"),
-    "evaluation on the way without rows": ({"eval_strategy": "steps", "eval_steps": 1}, r"`eval_strategy` is 'steps'.*eval_dataset"),
+    "evaluation on the way without "
+    "rows": ({"eval_strategy": "steps", "eval_steps": 1}, r"`eval_strategy` is 'steps'.*eval_dataset"),
     "rows for it without evaluation": ({"eval_dataset": GOOD["data"]}, "`eval_dataset` has no effect"),
     "a callback that is not there": ({"callbacks": ["no_such_team:C"]}, "`callbacks`"),
     "a tool that is not there": ({"tools": ["math:no_such_tool"]}, "`tools`.*no_such_tool"),
@@ -107,18 +108,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a reward that reads a column that no row has": ({"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
     "an evaluation without room": (
         {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
-        r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is 512.*`max_completion_length` \(no"),
+        r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is "
+        r"512.*`max_completion_length` \(no"),
     "an evaluation's own tokens without room": (
-        {"evaluation": {"data": GOOD["data"], "max_new_tokens": 512}}, r"is 512\. Lower.*setting is `evaluation\.max_new_tokens`"),
+        {"evaluation": {"data": GOOD["data"], "max_new_tokens": 512}}, r"is 512\. Lower.*setting is "
+            r"`evaluation\.max_new_tokens`"),
     "an evaluation without a limit": (
-        {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is null.*`evaluation\.max_new"),
+        {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is "
+            r"null.*`evaluation\.max_new"),
     "a cold start beyond the context": (
         {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 64}}, "cold_start": {"data": {**GOOD["data"], "split": "cold_start"}}},
         r"`cold_start`: the longest .* `cold_start\.max_length` is 1024, and the model's context .* is 64"),
     "a prompt that fills the context": (
-        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 tokens"),
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 "
+            "tokens"),
     "a misspelt schedule": ({"lr_scheduler_type": "cosin"}, "`lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
-    "a misspelt optimizer": ({"optim": "adamw_torch_fuse"}, "`optim` is 'adamw_torch_fuse'; did you mean 'adamw_torch_fused'"),
+    "a misspelt optimizer": ({"optim": "adamw_torch_fuse"}, "`optim` is 'adamw_torch_fuse'; did you mean "
+        "'adamw_torch_fused'"),
     "a misspelt seed, below 0": ({"seed": -1}, "`seed` is -1; it must be a whole number from 0 to 4294967295"),
     "a misspelt schedule of the cold start": (
         {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
@@ -126,7 +132,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
     "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* holds something else; choose another"),
     "an environment's argument": (
-        {"environment_factory": {"name": "unit.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no setting 'sise'; did you mean 'size'"),
+        {"environment_factory": {"name": "unit.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no "
+            "setting 'sise'; did you mean 'size'"),
     "a reward without what it needs": ({"rewards": ["token_classification_steps"]}, "needs `model`, and has none"),
 }  # fmt: skip
 
@@ -169,7 +176,8 @@ def test_what_the_run_would_refuse(
 @pytest.mark.parametrize(
     ("changes", "rewards"),
     [
-        ({"trainer": "KimiTrainer"}, "accuracy × 1, kimi_length_reward × 0.5 from step 100 on, 0 before (added by KimiTrainer)"),
+        ({"trainer": "KimiTrainer"}, "accuracy × 1, kimi_length_reward × 0.5 from step 100 on, 0 before (added by "
+            "KimiTrainer)"),
         ({"trainer": "R1ZeroTrainer"}, "accuracy × 1"),
         ({"rewards": [{"name": "accuracy", "weight": 2}, {"name": "kimi_length", "weight": 0.5, "warmup_steps": 3}]},
          "accuracy × 2, kimi_length × 0.5 from step 3 on, 0 before"),
@@ -244,7 +252,8 @@ def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
 
 
 def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rows of training were made three times, and 40,000 of the cold start: 15 of 29 seconds of the quickstart's dry run."""
+    """The rows of training were made three times, and 40,000 of the cold start: 15 of 29 seconds of the quickstart's
+    dry run."""
     made: list[tuple[str, int]] = []
 
     @functools.wraps(data.word_problems)

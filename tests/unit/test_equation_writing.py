@@ -1,5 +1,5 @@
-"""Arithmetic as it is really written: currency, percent, LaTeX, mixed numbers, units, roundings, remainders. Never a verdict that is not
-earned: what is not read is not judged."""
+"""Arithmetic as it is really written: currency, percent, LaTeX, mixed numbers, units, roundings, remainders. Never a
+verdict that is not earned: what is not read is not judged."""
 
 from __future__ import annotations
 

@@ -287,7 +287,8 @@ def test_half_width_over_seeds(values, expected):
     ],
 )
 def test_half_width_has_the_quantile_of_the_printed_table(trainings, quantile):
-    """97.5% of Student's t for n − 1 degrees of freedom, printed to three places; from ten on it used to stay at 2.262."""
+    """97.5% of Student's t for n − 1 degrees of freedom, printed to three places; from ten on it used to stay at
+    2.262."""
     values = [0.0] * (trainings - 1) + [1.0]
     error = 1 / trainings  # s² = (1 − 1/n) · n/(n − 1) / n = 1/n, so s/√n = 1/n
     assert half_width_over_seeds(values) / error == pytest.approx(quantile, abs=5.1e-4)

@@ -1,4 +1,5 @@
-"""``grpo_lab.labs.experiment``: cells in processes of their own, and what is not repeated; the declared comparisons of ``scripts/compare.py``."""
+"""``grpo_lab.labs.experiment``: cells in processes of their own, and what is not repeated; the declared comparisons of
+``scripts/compare.py``."""
 
 from __future__ import annotations
 

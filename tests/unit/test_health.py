@@ -1,4 +1,5 @@
-"""Each rule of ``grpo_lab.diagnostics`` on a history that trips it and on one that nearly does; the line; the report's list."""
+"""Each rule of ``grpo_lab.diagnostics`` on a history that trips it and on one that nearly does; the line; the report's
+list."""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ PPO = {"ppo/task_reward": 0.0}
 
 
 def test_with_a_critic_no_group_is_dead() -> None:
-    """Equal rewards have returns to learn from; that nothing was scored, or that there is no gradient, is said all the same."""
+    """Equal rewards have returns to learn from; that nothing was scored, or that there is no gradient, is said all the
+    same."""
     alike = {**DEAD, **PPO, "reward": 0.0, "grad_norm": 0.3, "loss": 0.05}
     assert tripped(run(*[alike] * 3)) == set()
     assert (

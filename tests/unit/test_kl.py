@@ -79,8 +79,8 @@ def test_ratio_weighting_multiplies_by_the_ratio_and_does_not_detach_it() -> Non
 
 @pytest.mark.parametrize("ratio", ["token", "product"])
 def test_a_small_ratio_times_a_large_k3_is_their_product_in_float32_too(ratio: str) -> None:
-    """x = 98 at the first token: eˣ is infinite in float32, and ρ·k3 = e^−98·(e^98 − 99) is 1; with the row's ratio, e^−98.5 (0 in
-    float32), it is 0.61."""
+    """x = 98 at the first token: eˣ is infinite in float32, and ρ·k3 = e^−98·(e^98 − 99) is 1; with the row's ratio,
+    e^−98.5 (0 in float32), it is 0.61."""
     logps = torch.tensor([[-100.0, -1.0, -2.0]], dtype=torch.float64)
     old, ref = torch.tensor([[-2.0, -0.5, -2.0]]).double(), torch.tensor([[-2.0, -0.9, -2.0]]).double()
     mask, found = torch.ones(1, 3, dtype=torch.bool), {}

@@ -39,7 +39,8 @@ def test_horizon_is_trls_form() -> None:
 
 
 def kl_of_a_closed_loop(control: AdaptiveKL, sign: float, steps: int = 600) -> list[float]:
-    """Gradient ascent on E[r] − β·KL(π‖ρ) over 8 outcomes, exact sums in float64; β by ``control``, KL measured before each step."""
+    """Gradient ascent on E[r] − β·KL(π‖ρ) over 8 outcomes, exact sums in float64; β by ``control``, KL measured before
+    each step."""
     reward = torch.linspace(0, 1, 8, dtype=torch.float64)
     reference = torch.full((8,), -math.log(8), dtype=torch.float64)
     logits, beta, seen = reference.clone(), 0.05, []

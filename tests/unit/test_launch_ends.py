@@ -1,4 +1,5 @@
-"""How tests start ranks and scripts: a fork is the script, its environment is the launcher's, and nothing outlives a launch that fails."""
+"""How tests start ranks and scripts: a fork is the script, its environment is the launcher's, and nothing outlives a
+launch that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ import pytest
 import forked
 from distributed.launch import ON_CPUS, RECIPES, accelerate_launch, of_ranks
 
-CHILD = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True).pid, flush=True); time.sleep(600)"
+CHILD = (
+    "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; "
+    "time.sleep(600)'], start_new_session=True).pid, flush=True); time.sleep(600)"
+)
 
 
 def over(pid: int) -> bool:

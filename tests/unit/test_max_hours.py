@@ -35,7 +35,8 @@ def test_counted_from_the_start_of_the_process() -> None:
 def test_a_clock_that_is_set_changes_no_hours_and_takes_no_request_back(
     hours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Set forward while a model is loaded (a machine that asks for the time after its start), it made a stop file of now an earlier run's."""
+    """Set forward while a model is loaded (a machine that asks for the time after its start), it made a stop file of
+    now an earlier run's."""
     file, real, before = tmp_path / "STOP", time.time, hours_of_this_process()
     file.touch()
     monkeypatch.setattr(time, "time", lambda: real() + hours * 3600)
@@ -48,7 +49,8 @@ def test_a_clock_that_is_set_changes_no_hours_and_takes_no_request_back(
 
 
 def test_a_process_was_started_when_it_was() -> None:
-    """A stop file touched a moment before belongs to an earlier run; psutil knows the second only. 0.05 s: a tick, and two clocks read."""
+    """A stop file touched a moment before belongs to an earlier run; psutil knows the second only. 0.05 s: a tick, and
+    two clocks read."""
     before = time.time()
     with subprocess.Popen(["sleep", "60"]) as process:
         after = time.time()

@@ -1,4 +1,5 @@
-"""The paper arithmetic of scripts/memory_table.py, checked where a CPU can: parameters, saved activations, hand values."""
+"""The paper arithmetic of scripts/memory_table.py, checked where a CPU can: parameters, saved activations, hand
+values."""
 
 from __future__ import annotations
 

@@ -42,8 +42,9 @@ def test_mean_of_means_is_trls_definition() -> None:
 def test_rows_without_tokens_count_as_trl_counts_them() -> None:
     """Two micro-batches of two rows, one value a row; the second has no loss token and is left out.
 
-    First: rows of 2 and 4, the second without a token. Ours: 2 / 1. TRL's, of the first as it cut it: (2 + 4) / 2 = 3; in bins its
-    row counts only where it has tokens, 2 / 1, and a micro-batch that was left out whole has the mean 0: (2 + 0) / 2 = 1.
+    First: rows of 2 and 4, the second without a token. Ours: 2 / 1. TRL's, of the first as it cut it: (2 + 4) / 2 = 3;
+    in bins its row counts only where it has tokens, 2 / 1, and a micro-batch that was left out whole has the mean 0: (2
+    + 0) / 2 = 1.
     """
     values, mask = torch.tensor([[2.0], [4.0]]), torch.tensor([[True, True], [False, False]])
     first, both = Origin(torch.tensor([0, 0]), 2, 2), Origin(torch.tensor([0, 0, 1, 1]), 2, 2)
@@ -130,9 +131,11 @@ def test_reward_metrics_hold_correct_from_one_on() -> None:
 
 
 def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
-    """A token ratio; 3 + 5 tokens computed of which 2 are clipped, then a dummy bin; two rows of 4 and 6 tokens left out.
+    """A token ratio; 3 + 5 tokens computed of which 2 are clipped, then a dummy bin; two rows of 4 and 6 tokens left
+    out.
 
-    2 / (8 + 10), and not 2 / (8 + 2) as if the dummy's width of one made rows of them. A sequence ratio counts rows: 1 / (2 + 2).
+    2 / (8 + 10), and not 2 / (8 + 2) as if the dummy's width of one made rows of them. A sequence ratio counts rows: 1
+    / (2 + 2).
     """
     found = {}
     for ratio in ("token", "sequence"):
@@ -160,8 +163,8 @@ def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:
 
 
 def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> None:
-    """Two ranks: token means are added up over ranks at the reduction (here (1 + 3) / (1 + 1) = 2), also when a table that
-    both ranks hold (a share of 0.25) was recorded in between, which counts once."""
+    """Two ranks: token means are added up over ranks at the reduction (here (1 + 3) / (1 + 1) = 2), also when a table
+    that both ranks hold (a share of 0.25) was recorded in between, which counts once."""
     book = MetricBook()
     book.add("entropy", torch.tensor(1.0), 1.0)
     book.add_alike("groups/dead_share", torch.tensor(1.0), 4.0)
@@ -175,7 +178,8 @@ def test_a_pair_that_is_alike_everywhere_leaves_this_ranks_pairs_waiting() -> No
 
 
 def test_sampler_metrics_by_hand() -> None:
-    """Where the correction is made in the loss: two rows of three and two tokens, one of them unscored by the engine."""
+    """Where the correction is made in the loss: two rows of three and two tokens, one of them unscored by the
+    engine."""
     mask = torch.tensor([[True, True, True], [True, True, False]])
     ours = torch.tensor([[-1.0, -2.0, -3.0], [-1.5, -0.5, 9.0]])
     engines = torch.tensor([[-1.5, -2.0, float("nan")], [-1.5, -0.75, 0.0]])

@@ -235,7 +235,8 @@ CAUSES: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_reason_names_the_cause(cause: str, tmp_path: Path) -> None:
-    """Prompt tuning and OPT were told of rotary scaling, fp8 of layers that no setting changes, DBRX of a setting that it has not."""
+    """Prompt tuning and OPT were told of rotary scaling, fp8 of layers that no setting changes, DBRX of a setting that
+    it has not."""
     given, adapter, prepare, settings, words = CAUSES[cause]
     _, tokenizer = tiny_model("qwen2")
     config = copy.deepcopy(Qwen2Config(**given) if isinstance(given, dict) else given)
@@ -280,8 +281,9 @@ STATES: dict[str, tuple[PreTrainedConfig, bool]] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_that_runs_through_padding_is_what_the_model_does(name: str) -> None:
-    """The same row with TRL's padding and mask, and with other tokens under the mask: does a real token's log-prob change? In float32 by
-    nothing at all where padding is zeroed or not attended to, and by far more than rounding where a state runs through it."""
+    """The same row with TRL's padding and mask, and with other tokens under the mask: does a real token's log-prob
+    change? In float32 by nothing at all where padding is zeroed or not attended to, and by far more than rounding where
+    a state runs through it."""
     config, reads = STATES[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -138,7 +138,10 @@ def test_a_surrogate_of_another_shape_is_named(returned: Any, seen: str) -> None
         def __call__(self, batch: TokenBatch) -> Any:
             return returned(batch)
 
-    said = rf"surrogate .*test_objective\..*Team returned {seen} for 1 rows of 2 tokens; it must return a tensor \[1, 2\].* or \[1, 1\]"
+    said = (
+        rf"surrogate .*test_objective\..*Team returned {seen} for 1 rows of 2 tokens; it must return a tensor "
+        r"\[1, 2\].* or \[1, 1\]"
+    )
     with pytest.raises(ValueError, match=said):
         Objective("x", Team(), token_mean).token_loss(two_tokens())
     a_row = Objective("x", lambda b: b.logps.sum(1, keepdim=True), token_mean).token_loss(two_tokens())

@@ -68,7 +68,8 @@ def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
 @pytest.mark.parametrize("what", ["removed", "moved away", "made anew"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: Path) -> None:
-    """A curation went on into a folder of its own making, without the samples, and ended with 0; others with a traceback."""
+    """A curation went on into a folder of its own making, without the samples, and ended with 0; others with a
+    traceback."""
     folder = tmp_path / "run"
 
     def run() -> None:

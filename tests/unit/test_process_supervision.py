@@ -1,4 +1,5 @@
-"""Process supervision (DeepSeekMath §4.1.3): a worked example by hand, loops in float64, outcome GRPO as the special case."""
+"""Process supervision (DeepSeekMath §4.1.3): a worked example by hand, loops in float64, outcome GRPO as the special
+case."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ def ours(steps: Steps, group_size: int, width: int, epsilon: float = 1e-4) -> to
 
 
 def test_worked_example() -> None:
-    """Two completions of one question. R = {1, 0, 1, 1, 0}: mean 3/5, squares 2·0.36 + 3·0.16 = 1.2, std √(1.2/4) = √0.3.
+    """Two completions of one question. R = {1, 0, 1, 1, 0}: mean 3/5, squares 2·0.36 + 3·0.16 = 1.2, std √(1.2/4) =
+    √0.3.
 
-    r̃(1) = 0.4/√0.3 = 0.730297, r̃(0) = −0.6/√0.3 = −1.095445 (ε = 0).
-    First completion, steps ending at tokens 1, 3 with 1, 0: t = 0, 1 → 0.730297 − 1.095445 = −0.365148; t = 2, 3 → −1.095445; t = 4 → 0.
-    Second, ends 0, 2, 4 with 1, 1, 0: t = 0 → 2·0.730297 − 1.095445 = 0.365148; t = 1, 2 → −0.365148; t = 3, 4 → −1.095445.
+    r̃(1) = 0.4/√0.3 = 0.730297, r̃(0) = −0.6/√0.3 = −1.095445 (ε = 0). First completion, steps ending at tokens 1, 3
+    with 1, 0: t = 0, 1 → 0.730297 − 1.095445 = −0.365148; t = 2, 3 → −1.095445; t = 4 → 0. Second, ends 0, 2, 4 with 1,
+    1, 0: t = 0 → 2·0.730297 − 1.095445 = 0.365148; t = 1, 2 → −0.365148; t = 3, 4 → −1.095445.
     """
     found = ours([[(1, 1.0), (3, 0.0)], [(0, 1.0), (2, 1.0), (4, 0.0)]], 2, 5, epsilon=0.0)
     a, b = 0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)

@@ -16,21 +16,26 @@ from grpo_lab.verifiers.logic import Formula, NoFormula, atoms, read, write
 PROOFS = {
     "p & q |- q & p": "1. p & q [premise]\n2. q [&e 1]\n3. p [&e 1]\n4. q & p [&i 2,3]",
     "p -> q, q -> r |- p -> r": (
-        "1. p -> q [premise]\n2. q -> r [premise]\n3. | p [assume]\n4. | q [->e 1,3]\n5. | r [->e 4,2]\n6. p -> r [->i 3-5]"
+        "1. p -> q [premise]\n2. q -> r [premise]\n3. | p [assume]\n4. | q [->e 1,3]\n5. | r [->e 4,2]\n6. p -> r "
+        "[->i 3-5]"
     ),
     "p v q |- q v p": (
-        "1. p v q [premise]\n2. | p [assume]\n3. | q v p [vi 2]\n4. | q [assume]\n5. | q v p [vi 4]\n6. q v p [ve 1,2-3,4-5]"
+        "1. p v q [premise]\n2. | p [assume]\n3. | q v p [vi 2]\n4. | q [assume]\n5. | q v p [vi 4]\n6. q v p [ve "
+        "1,2-3,4-5]"
     ),
     "p -> q |- ~q -> ~p": (
-        "1. p -> q [premise]\n2. | ~q [assume]\n3. | | p [assume]\n4. | | q [->e 1,3]\n5. | | # [~e 2,4]\n6. | ~p [~i 3-5]\n7. ~q -> ~p [->i 2-6]"
+        "1. p -> q [premise]\n2. | ~q [assume]\n3. | | p [assume]\n4. | | q [->e 1,3]\n5. | | # [~e 2,4]\n6. | ~p "
+        "[~i 3-5]\n7. ~q -> ~p [->i 2-6]"
     ),
     "~~p |- p": "1. ~~p [premise]\n2. p [~~e 1]",
     "p, ~p |- q": "1. p [premise]\n2. ~p [premise]\n3. # [~e 1,2]\n4. q [#e 3]",
     "|- p v ~p": (
-        "1. | ~(p v ~p) [assume]\n2. | | p [assume]\n3. | | p v ~p [vi 2]\n4. | | # [~e 1,3]\n5. | ~p [~i 2-4]\n6. | p v ~p [vi 5]\n"
+        "1. | ~(p v ~p) [assume]\n2. | | p [assume]\n3. | | p v ~p [vi 2]\n4. | | # [~e 1,3]\n5. | ~p [~i 2-4]\n6. | "
+        "p v ~p [vi 5]\n"
         "7. | # [~e 1,6]\n8. p v ~p [raa 1-7]"
     ),
-    "|- p -> q -> p": "1. | p [assume]\n2. | | q [assume]\n3. | | p [copy 1]\n4. | q -> p [->i 2-3]\n5. p -> (q -> p) [->i 1-4]",
+    "|- p -> q -> p": "1. | p [assume]\n2. | | q [assume]\n3. | | p [copy 1]\n4. | q -> p [->i 2-3]\n5. p -> (q -> "
+        "p) [->i 1-4]",
     "p ∧ q ⊢ p ∨ ¬r": "1) p ∧ q [premise]\n2) p [∧e 1]\n3) p ∨ ¬r [∨i 2]",
 }  # fmt: skip
 
@@ -93,7 +98,8 @@ def entails(sequent: str) -> bool:
 
 
 def test_made_proofs_are_right_and_no_change_of_them_proves_what_is_not_so() -> None:
-    """Soundness: whatever text the checker accepts, the truth table agrees. Most changes of one word must be refused."""
+    """Soundness: whatever text the checker accepts, the truth table agrees. Most changes of one word must be
+    refused."""
     rows = proofs(150, seed=2, steps=(2, 9), template="none")
     assert ProofReward()(completions=rows["worked_solution"], sequent=rows["sequent"]) == [1.0] * 150
     assert all(entails(sequent) for sequent in rows["sequent"])

@@ -17,7 +17,10 @@ from grpo_lab.trainer.ranks import places
 from grpo_lab.trainer.ranks.places import RankLost, at, how_it_broke
 from grpo_lab.trainer.ranks.watch import RankWatch, key_of
 
-LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"
+LATE = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv "
+    "operation to complete"
+)
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40000"
 
 
@@ -100,7 +103,8 @@ def test_the_missing_are_named_before_those_that_wait(store: Any) -> None:
     begin = "rank 0 of 5 waited 100 s at «step › gather», step 12, and not all ranks came (`ddp_timeout`). "
     assert said.startswith(
         f"{begin}Rank 2 is at «step › rewards», {line}. Rank 3 has said nothing: it has not begun to train, or not as "
-        f"grpo_lab.LabTrainer. Rank 4 was last heard of 500 s ago (ended, or stopped), then at «step», {line}. Rank 1 waits at"
+        f"grpo_lab.LabTrainer. Rank 4 was last heard of 500 s ago (ended, or stopped), then at «step», {line}. Rank "
+        "1 waits at"
     )
 
 

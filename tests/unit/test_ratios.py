@@ -55,7 +55,8 @@ def test_gspo_token_hand_values() -> None:
     logps = NEW.clone().requires_grad_()
     found = log_ratio("sequence_token", logps, OLD, MASK)
     assert found.tolist() == [[0.25, 0.25, 0.0], [0.125, 0.125, 0.0]]
-    # d e^0.25 of token (0, 1) by its own log-prob is e^0.25 · 1; by its neighbour's 0 (as a geometric mean it would be ½ each)
+    # d e^0.25 of token (0, 1) by its own log-prob is e^0.25 · 1; by its neighbour's 0 (as a geometric mean it would be
+    # ½ each)
     (gradient,) = torch.autograd.grad(found[0, 1].exp(), logps)
     assert gradient[0].tolist() == [0.0, pytest.approx(math.exp(0.25), rel=1e-15), 0.0]
 
@@ -71,7 +72,8 @@ def _batch(ratio: str, advantages: torch.Tensor, seed: int, dtype: torch.dtype =
 @pytest.mark.parametrize("push", [Unclipped(), Clipped(0.05), Clipped(0.05, 0.1, 1.2)], ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_gspo_token_with_one_advantage_a_row_is_gspo(push: object, seed: int) -> None:
-    """arXiv 2507.18071 §4.3: the same value, and the same gradient; the two differ in the order of float64 additions only."""
+    """arXiv 2507.18071 §4.3: the same value, and the same gradient; the two differ in the order of float64 additions
+    only."""
     advantages = torch.randn(4, 1, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
     found = []
     for level, spread in (("sequence", advantages), ("sequence_token", advantages.expand(4, 6))):
@@ -95,7 +97,8 @@ def test_gspo_token_takes_advantages_per_token() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_long_product_is_held_in_log_space_and_never_no_number(dtype: torch.dtype, sign: float) -> None:
-    """4,000 tokens that each gained half a nat: e^2000 is no number. It is held at e^40 without a gradient; e^−2000 is 0."""
+    """4,000 tokens that each gained half a nat: e^2000 is no number. It is held at e^40 without a gradient; e^−2000 is
+    0."""
     old = torch.full((2, 4000), -1.0, dtype=dtype)
     logps = (old + torch.tensor([[0.5], [-0.5]], dtype=dtype)).requires_grad_()
     mask = torch.ones(2, 4000, dtype=torch.bool)

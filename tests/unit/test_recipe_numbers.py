@@ -1,4 +1,5 @@
-"""Numbers of a recipe are numbers, wherever they stand and however they are written; a forgotten value is not `true`."""
+"""Numbers of a recipe are numbers, wherever they stand and however they are written; a forgotten value is not
+`true`."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
     assert len(load_rows(data)) == 10
     builders: list[tuple[dict[str, Any], Any, str]] = [
         ({"data": {"loader": "word_problems", "n": True}}, lambda r: load_rows(r.data), "`data.n` is True; it must be"),
-        ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: load_model(r.model, 0), "`model.tiny.num_layers` is 'two'"),
+        ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: load_model(r.model, 0), "`model.tiny.num_layers` is "
+            "'two'"),
         ({"model": {"tiny": {"num_layer": 1}}}, lambda r: load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
         ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: lora_config(r.model), "`model.lora.r` is 'many'"),
     ]  # fmt: skip
@@ -209,7 +211,8 @@ def test_whole_numbers_of_sections_may_have_an_exponent_too() -> None:
     """`data.limit` 1e1 "must be a whole number"; `evaluation.n_samples` likewise."""
     recipe = given(
         "--data", "{loader: word_problems, n: 8e0, limit: 4e0}",
-        "--evaluation", "{data: {loader: word_problems, n: 8, limit: 1e1}, n_samples: 2e0, batch_size: 8.0, max_new_tokens: 1e1}",
+        "--evaluation", "{data: {loader: word_problems, n: 8, limit: 1e1}, n_samples: 2e0, batch_size: 8.0, "
+            "max_new_tokens: 1e1}",
     )  # fmt: skip
     assert (recipe.data.limit, len(load_rows(recipe.data))) == (4, 4)
     section = recipe.evaluation

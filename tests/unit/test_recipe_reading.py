@@ -75,12 +75,15 @@ def test_text_that_is_no_yaml_is_an_error_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_steps: 1\nseed: 2\nmax_steps: 3", ", line 3: `max_steps` stands there twice (first in line 1); leave one out"),
+        ("max_steps: 1\nseed: 2\nmax_steps: 3", ", line 3: `max_steps` stands there twice (first in line 1); leave "
+            "one out"),
         ("data:\n  n: 1\n  'n': 2", ", line 3: `n` stands there twice (first in line 2); leave one out"),
         ("x: {a: 1, a: 2}", ": `a` stands there twice"),
-        ("a: 1\nmax_steps: 010", ", line 2: `010` is an octal number, or a decimal one: write the decimal number, or '010' in quotes"),
+        ("a: 1\nmax_steps: 010", ", line 2: `010` is an octal number, or a decimal one: write the decimal number, or "
+            "'010' in quotes"),
         ("max_steps: -08", "`-08` is an octal number, or a decimal one"),
-        ("max_steps: 1:30", "`1:30` is a number of base 60, or text: write the decimal number, or '1:30' in quotes for text"),
+        ("max_steps: 1:30", "`1:30` is a number of base 60, or text: write the decimal number, or '1:30' in quotes "
+            "for text"),
         ("max_hours: 1:30.5", "`1:30.5` is a number of base 60"),
         ("on: 1", "the key `on` is read as a switch; put it in quotes"),
         ("a: 1\n---\nb: 2", ", line 2: no YAML: expected a single document in the stream, but found another document"),
@@ -263,11 +266,14 @@ def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_pat
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: build_reward(RewardSection("accuracy", arguments={"mod": "strict"})), "has no setting 'mod'; did you mean 'mode'?"),
+        (lambda: build_reward(RewardSection("accuracy", arguments={"mod": "strict"})), "has no setting 'mod'; did "
+            "you mean 'mode'?"),
         (lambda: build_reward(RewardSection("soft_overlong", arguments={"max_completion": 8})), "did you mean 'max_completion_len'?"),
         (lambda: build_reward(RewardSection("json:dumps", arguments={"x": 1})), None),  # any keyword
-        (lambda: build_reward(RewardSection("shutil:move", arguments={"scr": 1})), "has no setting 'scr'; did you mean 'src'?"),
-        (lambda: load_rows(DataSection("gsm8k", arguments={"splitt": "test"})), "has no setting 'splitt'; did you mean 'split'?"),
+        (lambda: build_reward(RewardSection("shutil:move", arguments={"scr": 1})), "has no setting 'scr'; did you "
+            "mean 'src'?"),
+        (lambda: load_rows(DataSection("gsm8k", arguments={"splitt": "test"})), "has no setting 'splitt'; did you "
+            "mean 'split'?"),
     ],
 )  # fmt: skip
 def test_a_misspelt_argument_of_a_reward_or_a_loader(build: Any, words: str | None) -> None:
@@ -279,7 +285,7 @@ def test_a_misspelt_argument_of_a_reward_or_a_loader(build: Any, words: str | No
         build()
 
 
-# --- rows by a function of a team -----------------------------------------------------------------------------------------
+# --- rows by a function of a team -------------------------------------------------------------------------------------
 
 TEAM = '''
 from datasets import Dataset
@@ -348,10 +354,12 @@ def test_a_loader_of_a_team(team: str) -> None:
     ("function", "arguments", "said"),
     [
         ("questions", {}, "`data` (loader 'TEAM:questions') needs `count`, and has none"),
-        ("questions", {"cuont": 3}, "has no setting 'cuont'; did you mean 'count'? Allowed: ['count', 'limit', 'loader', 'start', 'template']"),
+        ("questions", {"cuont": 3}, "has no setting 'cuont'; did you mean 'count'? Allowed: ['count', 'limit', "
+            "'loader', 'start', 'template']"),
         ("questions", {"count": "many"}, "`data.count` is 'many'; it must be a whole number"),
         ("questions", {"count": 2, "template": "r2"}, "`template` is 'r2'"),
-        ("prompts", {"count": 2, "template": "r1"}, "`template` has no effect, since its rows have a `prompt`; leave it out"),
+        ("prompts", {"count": 2, "template": "r1"}, "`template` has no effect, since its rows have a `prompt`; leave "
+            "it out"),
         ("nowhere", {}, "`data` (loader 'TEAM:nowhere'): [Errno 2] No such file or directory: '/no/such/file'"),
         ("empty", {}, "gave no rows"),
         ("wrong", {}, "gave a dict; a `datasets.Dataset` or a list of mappings is needed"),

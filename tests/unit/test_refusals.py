@@ -35,8 +35,10 @@ ELSEWHERE = {"loader": "math", "source": "/no/such/rows"}
 
 WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     # the output folder
-    (ALL, ["--output_dir", "TMP/file"], r"`output_dir` .*/file' cannot be written: .*/file: that is no folder; choose another"),
-    (ALL, ["--output_dir", "/proc/1/x"], r"`output_dir` '/proc/1/x' cannot be written: /proc/1: nothing may be written there"),
+    (ALL, ["--output_dir", "TMP/file"], r"`output_dir` .*/file' cannot be written: .*/file: that is no folder; "
+        r"choose another"),
+    (ALL, ["--output_dir", "/proc/1/x"], r"`output_dir` '/proc/1/x' cannot be written: /proc/1: nothing may be "
+        r"written there"),
     (ALL, ["--output_dir", ""], "`output_dir` is empty; name a folder, or leave it out"),
     (ALL, ["--output_dir", "TMP/other"], "is no run of ours|holds something else"),
     # rows and rewards
@@ -46,22 +48,26 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (ALL, ["--data.split", "dev"], r"`data` .*: `split` is 'dev'\. Allowed: \['test', "),
     (ALL, ["--data.template", "chatt"], r"`data` .*: `template` is 'chatt'; did you mean 'chat'\? Allowed: \["),
     (ALL, ["--data", "{loader: file}"], r"`data` \(loader 'file'\) needs `source`, and has none"),
-    (ALL, ["--data", "{loader: gsm8k, splitt: x}"], "has no setting 'splitt'; did you mean 'split'"),  # its rows are on the hub
+    # its rows are on the hub
+    (ALL, ["--data", "{loader: gsm8k, splitt: x}"], "has no setting 'splitt'; did you mean 'split'"),
     (ALL, ["--data", json.dumps(ELSEWHERE)], "source '/no/such/rows' does not exist"),
     (ALL, ["--data.loader", "no_such_team:rows"], "`data.loader` is 'no_such_team:rows', which cannot be loaded"),
-    (("train", "rounds", "long2short"), ["--evaluation", "{data: {loader: sorting, n: 0}}"], r"`evaluation.data` .*: n is 0;"),
+    (("train", "rounds", "long2short"), ["--evaluation", "{data: {loader: sorting, n: 0}}"], r"`evaluation.data` .*: "
+        r"n is 0;"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 0}}"], r"`cold_start.data` .*: n is 0;"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, learning_rate: -1}"], "`cold_start.learning_rate` is -1; it"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, max_seq_length: 8}"], "any more: it is `max_length` now"),
     (SAMPLERS, ["--reward", "acuracy"], r"`reward`: unknown reward 'acuracy'; did you mean 'accuracy'\? Allowed: \["),
-    (("train",), ["--rewards", "[{name: accuracy, wieght: 2}]"], "`rewards`: 'accuracy' has no setting 'wieght'; did you mean 'weight'"),
+    (("train",), ["--rewards", "[{name: accuracy, wieght: 2}]"], "`rewards`: 'accuracy' has no setting 'wieght'; did "
+        "you mean 'weight'"),
     (("train",), ["--reward_weights", "[1, 2]"], "`reward_weights` has 2 entries, and there are 1 rewards"),
     (("train",), ["--callbacks", "['math:pi']"], "`callbacks`: 'math:pi' is a float; it must be a TrainerCallback"),
     # the model
     (SAMPLERS, ["--model.path", "a/b/c"], "`model.path` is 'a/b/c': no such folder"),
     (SAMPLERS, ["--model.path", "TMP"], "the folder holds no model"),
     (ALL, ["--max_completion_length", "100000"], "100000.* context"),
-    (SAMPLERS, ["--engine", "{dtyp: float32}", "--use_vllm", "true"], "`engine` has no setting 'dtyp'; did you mean 'dtype'"),
+    (SAMPLERS, ["--engine", "{dtyp: float32}", "--use_vllm", "true"], "`engine` has no setting 'dtyp'; did you mean "
+        "'dtype'"),
     # numbers, names, trackers
     (ALL, ["--temperature", "-1"], "`temperature` is -1; it must be a finite number above 0"),
     (ALL, ["--max_completion_length", "0"], "`max_completion_length` is 0; it must be a whole number of at least 1"),
@@ -69,30 +75,37 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--top_p", "2"], "`top_p` is 2; it must be a number above 0 and at most 1"),
     (("train",), ["--top_k", "-1"], "`top_k` is -1; it must be a whole number of at least 1, or 0"),
     (("train",), ["--max_steps", "0"], "`max_steps` is 0; it must be at least 1, or -1 where `num_train_epochs` says it"),
-    (("train",), ["--max_steps", "-1", "--num_train_epochs", "0"], "`num_train_epochs` is 0; it must be a finite number above 0"),
-    (("train",), ["--steps_per_generation", "0"], "`steps_per_generation` is 0; it must be a whole number of at least 1"),
+    (("train",), ["--max_steps", "-1", "--num_train_epochs", "0"], "`num_train_epochs` is 0; it must be a finite "
+        "number above 0"),
+    (("train",), ["--steps_per_generation", "0"], "`steps_per_generation` is 0; it must be a whole number of at "
+        "least 1"),
     (("train",), ["--vllm_mode", "colocat"], "`vllm_mode` is 'colocat'; did you mean 'colocate'"),
     (("train",), ["--loss_type", "gspo"], r"`loss_type` is 'gspo'.* Allowed: .*; 'gspo' is an `objective` here"),
     (("train",), ["--scale_rewards", "grup"], "`scale_rewards` is 'grup'; did you mean 'group'"),
-    (("train",), ["--objective", "vespo"], "`objective` is 'vespo', which is a loss of TRL's own: set `loss_type: vespo`, and leave"),
+    (("train",), ["--objective", "vespo"], "`objective` is 'vespo', which is a loss of TRL's own: set `loss_type: "
+        "vespo`, and leave"),
     (("train",), ["--max_prompt_length", "64"], "has no setting 'max_prompt_length' any more: TRL cuts no prompts"),
     (("train",), ["--evalution", "3"], "the recipe has no setting 'evalution'; did you mean 'evaluation'"),
     (("train",), ["--learning_rate", "-1"], "`learning_rate` is -1; it must be a finite number of at least 0"),
     (TRAINED, ["--training.learning_rate", ".nan"], "`training.learning_rate` is nan; it must be a number"),
-    (TRAINED, ["--training.learning_rate", ".inf"], "`training.learning_rate` is inf; it must be a finite number of at least 0"),
-    (("train",), ["--objective", "{surrogate: 'unit.test_refusals:Push', strength: .nan}"], "`objective.strength` is nan; it must be a number"),
+    (TRAINED, ["--training.learning_rate", ".inf"], "`training.learning_rate` is inf; it must be a finite number of "
+        "at least 0"),
+    (("train",), ["--objective", "{surrogate: 'unit.test_refusals:Push', strength: "
+        ".nan}"], "`objective.strength` is nan; it must be a number"),
     (("train",), ["--rewards", "[{name: accuracy, weight: .nan}]"], "`rewards.0.weight` is nan; it must be a number"),
     (ALL, ["--temperature", ".nan"], "`temperature` is nan; it must be a (finite )?number"),
     (TRAINED, ["--training.max_steps", "few"], "`training.max_steps` is 'few'; it must be a whole number"),
     (("train",), ["--save_steps", "0"], "`save_steps` is 0; it must be a finite number above 0, or `save_strategy: no`"),
-    (TRAINED, ["--training.save_strategy", "steps", "--training.save_steps", "0"], "`training.save_steps` is 0; it must be"),
+    (TRAINED, ["--training.save_strategy", "steps", "--training.save_steps", "0"], "`training.save_steps` is 0; it "
+        "must be"),
     (("train",), ["--report_to", "wandbb"], r"`report_to` names 'wandbb'; did you mean 'wandb'\? Allowed: \["),
     (TRAINED, ["--training.report_to", "wandbb"], "`training.report_to` names 'wandbb'; did you mean 'wandb'"),
     # a recipe of another command
     (SAMPLERS, ["--rewards", "[accuracy]"], "this is a recipe of `grpo-lab train`, since it has `rewards`; `grpo-lab"),
     (("train", "rounds"), ["--filters.band.low", "0"], "this is a recipe of `grpo-lab curate`, since it has `filters`"),
     (("train", "curate"), ["--rounds.count", "2"], "this is a recipe of `grpo-lab rounds`, since it has `rounds`"),
-    (("curate", "rounds"), ["--method", "merge"], "this is a recipe of `grpo-lab long2short`, since it has `method: merge`"),
+    (("curate", "rounds"), ["--method", "merge"], "this is a recipe of `grpo-lab long2short`, since it has `method: "
+        "merge`"),
 ]  # fmt: skip
 
 
@@ -166,7 +179,8 @@ def test_a_tracker_that_is_not_installed(
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "TimeoutError: it is not done after"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "TimeoutError: it is not "
+            "done after"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ 'a' * 10 ** 11 }}", "MemoryError: it needs more than 1 GiB"),
         ("{{ 'a' * 10000001 }}", "makes 10,000,001 characters of one prompt; at most 10,000,000 are taken"),

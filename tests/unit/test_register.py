@@ -1,4 +1,5 @@
-"""`register_objective`, `register_advantage`, `register_aggregation`: what they take, what they refuse, and knobs as dataclass fields."""
+"""`register_objective`, `register_advantage`, `register_aggregation`: what they take, what they refuse, and knobs as
+dataclass fields."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def push(**changes: Any) -> Any:
     return objective.surrogate
 
 
-# -- registering ---------------------------------------------------------------------------------------------------------
+# -- registering -------------------------------------------------------------------------------------------------------
 
 
 def test_an_objective_with_a_knob_that_only_its_dataclass_knows() -> None:
@@ -238,11 +239,12 @@ def test_a_rule_is_callable_whatever_its_level() -> None:
         register_advantage("mine", Mine)
 
 
-# -- knobs ---------------------------------------------------------------------------------------------------------------
+# -- knobs -------------------------------------------------------------------------------------------------------------
 
 
 def test_whose_default_is_in_force() -> None:
-    """What is written in TRL's clip settings reaches fields of these names; else a team's surrogate has its own defaults, ours TRL's."""
+    """What is written in TRL's clip settings reaches fields of these names; else a team's surrogate has its own
+    defaults, ours TRL's."""
     register_objective("thing", Thing)
     assert push(objective="thing").epsilon == 0.05
     assert config(objective="thing").epsilon == 0.05, "TRL's field says what is in force"
@@ -258,24 +260,36 @@ def test_whose_default_is_in_force() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"objective": {"name": "thing", "my_nob": 1}}, r"`objective` has no setting 'my_nob'; did you mean 'my_knob'\?"),
-        ({"objective": {"name": "grpo", "my_knob": 1}}, r"`objective.my_knob`=1 has no effect on the surrogate 'Clipped', which reads \['epsilon', 'epsilon_high', 'delta'\]"),
-        ({"objective": {"name": "thing", "delta": 1.5}}, "`objective.delta`=1.5 has no effect on the surrogate 'Thing'"),
-        ({"objective": {"surrogate": Thing(), "my_knob": 1}}, "has no effect on the surrogate 'Thing' given as an object; set it there"),
+        ({"objective": {"name": "thing", "my_nob": 1}}, r"`objective` has no setting 'my_nob'; did you mean "
+            r"'my_knob'\?"),
+        ({"objective": {"name": "grpo", "my_knob": 1}}, r"`objective.my_knob`=1 has no effect on the surrogate "
+            r"'Clipped', which reads \['epsilon', 'epsilon_high', 'delta'\]"),
+        ({"objective": {"name": "thing", "delta": 1.5}}, "`objective.delta`=1.5 has no effect on the surrogate "
+            "'Thing'"),
+        ({"objective": {"surrogate": Thing(), "my_knob": 1}}, "has no effect on the surrogate 'Thing' given as an "
+            "object; set it there"),
         ({"objective": "thing", "delta": 1.5}, r"`delta`=1.5 has no effect on the surrogate 'Thing', which reads \['"),
-        ({"objective": "reinforce", "epsilon": 0.3}, "`epsilon`=0.3 has no effect on the surrogate 'Reinforce', which reads no settings"),
-        ({"objective": "mirror_descent", "epsilon_high": 0.3}, "`epsilon_high`=0.3 has no effect on the surrogate 'MirrorDescent'"),
-        ({"objective": {"surrogate": Clipped(0.1)}, "epsilon": 0.3}, "given as an object with epsilon=0.1; set it there"),
+        ({"objective": "reinforce", "epsilon": 0.3}, "`epsilon`=0.3 has no effect on the surrogate 'Reinforce', "
+            "which reads no settings"),
+        ({"objective": "mirror_descent", "epsilon_high": 0.3}, "`epsilon_high`=0.3 has no effect on the surrogate "
+            "'MirrorDescent'"),
+        ({"objective": {"surrogate": Clipped(0.1)}, "epsilon": 0.3}, "given as an object with epsilon=0.1; set it "
+            "there"),
         ({"objective": {"name": "thing", "knobs": {"my_knob": 1}}}, "`objective` has no setting 'knobs'"),
         ({"objective": {"name": "grpo", "aggregation": {"name": "token_mean", "scale": 2}}}, "`aggregation` has no setting 'scale'"),
         ({"objective": {"name": "grpo", "aggregation": {"scale": 2}}}, "as a mapping it needs a `name`"),
-        ({"advantage": {"name": "group_mean", "std": "population"}}, "`advantage.std`=population has no effect on the advantage rule 'GroupMean'"),
+        ({"advantage": {"name": "group_mean", "std": "population"}}, "`advantage.std`=population has no effect on "
+            "the advantage rule 'GroupMean'"),
         ({"advantage": {"name": "group_zscore", "std": "biased"}}, r"`advantage\.std` is 'biased'"),
-        ({"objective": {"name": "thing", "ratio": "product", "epsilon": "wide"}, }, "`objective.epsilon` is 'wide'; it must be a number"),
-        ({"objective": {"name": "thing", "my_knob": math.inf}}, "`objective.my_knob` is inf; it must be a finite number"),
-        ({"objective": {"name": "thing", "my_knob": -math.inf}}, "`objective.my_knob` is -inf; it must be a finite number"),
+        ({"objective": {"name": "thing", "ratio": "product", "epsilon": "wide"}, }, "`objective.epsilon` is 'wide'; "
+            "it must be a number"),
+        ({"objective": {"name": "thing", "my_knob": math.inf}}, "`objective.my_knob` is inf; it must be a finite "
+            "number"),
+        ({"objective": {"name": "thing", "my_knob": -math.inf}}, "`objective.my_knob` is -inf; it must be a finite "
+            "number"),
         ({"objective": {"name": "thing", "my_knob": math.nan}}, "`objective.my_knob` is nan; it must be a"),
-        ({"advantage": {"name": "group_zscore", "epsilon": math.inf}}, "`advantage.epsilon` is inf; it must be a finite number"),
+        ({"advantage": {"name": "group_zscore", "epsilon": math.inf}}, "`advantage.epsilon` is inf; it must be a "
+            "finite number"),
     ],
     ids=str,
 )  # fmt: skip
@@ -302,7 +316,7 @@ def test_the_standard_deviation_by_setting(std: str) -> None:
     assert found.names["advantage"] == "group_zscore" + ("" if std == "sample" else "(std=population)")
 
 
-# -- naming a module -----------------------------------------------------------------------------------------------------
+# -- naming a module ---------------------------------------------------------------------------------------------------
 
 MODULE = """
 from dataclasses import dataclass
@@ -349,11 +363,12 @@ def test_an_objective_by_the_module_that_registers_it() -> None:
             config(objective=name)
 
 
-# -- proof and questions -------------------------------------------------------------------------------------------------
+# -- proof and questions -----------------------------------------------------------------------------------------------
 
 
 def test_a_teams_part_is_a_teams_after_it_is_registered() -> None:
-    """It is asked before every step whether rows may be cut, as any part of a team: being in the table does not make it ours."""
+    """It is asked before every step whether rows may be cut, as any part of a team: being in the table does not make it
+    ours."""
     register_objective("thing", Thing)
     register_aggregation("scaled", Scaled)
     assert not is_ours(Thing())

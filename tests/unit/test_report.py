@@ -1,4 +1,5 @@
-"""The HTML report on whole, broken-off, damaged and hostile runs: parsed with a real HTML parser, not searched by eye."""
+"""The HTML report on whole, broken-off, damaged and hostile runs: parsed with a real HTML parser, not searched by
+eye."""
 
 import json
 import math
@@ -241,7 +242,8 @@ def test_a_run_that_left_nothing_gives_a_report_that_says_so(tmp_path):
     page = page_of(tmp_path)
     assert_self_contained(page)
     assert page.text.endswith(
-        "Not recorded: Curves (metrics.jsonl); Held-out accuracy (evaluation/before, evaluation/after, evaluation/step_<n>)."
+        "Not recorded: Curves (metrics.jsonl); Held-out accuracy (evaluation/before, evaluation/after, "
+        "evaluation/step_<n>)."
     )
     assert page.text.count("ot recorded") == 1  # and no card, no frame around nothing
 

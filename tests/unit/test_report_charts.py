@@ -104,7 +104,8 @@ def test_a_small_share_is_magnified_and_a_large_one_gets_the_whole_scale():
 
 
 def test_a_second_axis_has_its_own_scale_and_room():
-    """Shares up to 1 at the left, lengths up to 30 at the right: both tops are the top of the box, both zeros its bottom."""
+    """Shares up to 1 at the left, lengths up to 30 at the right: both tops are the top of the box, both zeros its
+    bottom."""
     shares, lengths = Line("right", [(0, 0.0), (10, 1.0)]), Line("tokens", [(0, 0.0), (10, 30.0)])
     chart = draw([shares], unit="share", share=True, right=[lengths], right_unit="tokens")
     assert [line.label for line in chart.lines] == ["right", "tokens"]

@@ -1,4 +1,5 @@
-"""A page for every kind of folder, written anew by `grpo-lab report`; text that is not ours, and damaged files, in each of them."""
+"""A page for every kind of folder, written anew by `grpo-lab report`; text that is not ours, and damaged files, in each
+of them."""
 
 from __future__ import annotations
 
@@ -87,10 +88,12 @@ def compared(folder: Path, words: str = "") -> None:
 
 KINDS: dict[str, tuple[Callable[..., None], str, list[str]]] = {
     "training": (trained, "report.html", ["training report", "Gain, same problems", "Is it working?", "Reward"]),
-    "long2short": (shortened, "report.html", ["long2short report", "Length of right answers 12.0 tokens", "dpo · 12 rows"]),
+    "long2short": (shortened, "report.html", ["long2short report", "Length of right answers 12.0 "
+        "tokens", "dpo · 12 rows"]),
     "evaluation": (evaluated, "report.html", ["evaluation report", "Held-out accuracy 50.0 %", "answer ✗ wrong"]),
     "rounds": (by_rounds, "report.html", ["rounds report", "Gain, same problems", "round 1 50.0%", "Tokens generated 400"]),
-    "curation": (curated, "report.html", ["curation report", "Rows kept 2", "Pass rates", "Mean pass rate of the kept 50.0 %"]),
+    "curation": (curated, "report.html", ["curation report", "Rows kept 2", "Pass rates", "Mean pass rate of the "
+        "kept 50.0 %"]),
     "compare": (compared, "c.html", ["comparison", "Paired tests", "Set differently", "One line a run."]),
 }  # fmt: skip
 
@@ -162,7 +165,8 @@ def test_no_name_or_text_reaches_a_page_raw(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("plain", ["[bold]x[/] [/x]", ":bug:", HIDDEN])
 def test_nothing_reaches_the_terminal_raw(tmp_path: Path, plain: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text of models and files neither moves the cursor nor colours, in the tables of a run, in a comparison, in errors and logs."""
+    """Text of models and files neither moves the cursor nor colours, in the tables of a run, in a comparison, in errors
+    and logs."""
     stream = io.StringIO()
     console = Terminal(file=stream, width=300, force_terminal=False)
     terminal_summary(None, result([1.0]), title=plain, model_path=plain, console=console)
@@ -182,14 +186,18 @@ def test_nothing_reaches_the_terminal_raw(tmp_path: Path, plain: str, capsys: py
 
 # --- damaged files, wrong folders -------------------------------------------------------------------------------------
 
-OUTCOME = '{"problem": 0, "kind": "greedy", "sample": 0, "question": "q", "prompt": "p", "solution": null, "completion": "c", '
+OUTCOME = (
+    '{"problem": 0, "kind": "greedy", "sample": 0, "question": "q", "prompt": "p", "solution": null, '
+    '"completion": "c", '
+)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "notice"),
     [
         ("metrics.jsonl", '{"step": 1, "reward": 1', "metrics.jsonl, line 1: not JSON"),
-        ("metrics.jsonl", '{"step": 1, "reward": 1e300}\n{"step": 2, "reward": 1e308}', "reward was NaN, infinite or beyond 1e100 in 2"),
+        ("metrics.jsonl", '{"step": 1, "reward": 1e300}\n{"step": 2, "reward": '
+            '1e308}', "reward was NaN, infinite or beyond 1e100 in 2"),
         ("metrics.jsonl", '{"step": 1e300, "reward": 1}', "no usable `step`"),
         ("metrics.jsonl", '{"step": 1, "reward": -1e99}\n{"step": 2, "reward": 1e99}', ""),
         ("run.json", '{"seed": 1' + "0" * 400 + "}", ""),
@@ -197,17 +205,20 @@ OUTCOME = '{"problem": 0, "kind": "greedy", "sample": 0, "question": "q", "promp
         ("run.json", '{"a": ' + '{"a": ' * 300 + "1" + "}" * 301, "run.json is nested more than 40 deep"),
         ("run.json", '{"pipeline": ["rounds"], "recipe": 5, "objective": [[]]}', ""),
         ("run.json", '{"pipeline": "rounds", "recipe": 5, "seconds": 3, "model": 1}', ""),
-        ("rounds.jsonl", '{"round": 1, "accuracy": "x"}\n{"round": NaN}\n[1]\n{"round": 2, "accuracy": 0.5}', "rounds.jsonl, line 2"),
+        ("rounds.jsonl", '{"round": 1, "accuracy": "x"}\n{"round": NaN}\n[1]\n{"round": 2, "accuracy": '
+            '0.5}', "rounds.jsonl, line 2"),
         ("rounds.jsonl", '{"round": 1, "tokens_total": 1e', "rounds.jsonl, line 1: not JSON"),
         ("evaluation/after", "a file", ""),
         ("evaluation/after/summary.json", "{", "evaluation/after could not be read"),
         ("evaluation/after/summary.json", '{"settings": {"n_samples": {}, "prompts_too_long": "x"}}', ""),
         ("evaluation/after/outcomes.jsonl", OUTCOME + '"tokens": 1', "evaluation/after could not be read"),
-        ("evaluation/after/outcomes.jsonl", OUTCOME + '"tokens": 1' + "0" * 400 + ', "truncated": false, "score": 1, "answer": null}',
+        ("evaluation/after/outcomes.jsonl", OUTCOME + '"tokens": 1' + "0" * 400 + ', "truncated": false, "score": 1, '
+            '"answer": null}',
          "no finite number: ['tokens']"),
         ("evaluation/after/outcomes.jsonl", OUTCOME + '"tokens": 1, "truncated": false, "score": NaN, "answer": null}',
          "no finite number: ['score']"),
-        ("evaluation/after/outcomes.jsonl", OUTCOME.replace('"c"', r'"\ud800 \u001b"') + '"tokens": 1, "truncated": false, "score": 1, '
+        ("evaluation/after/outcomes.jsonl", OUTCOME.replace('"c"', r'"\ud800 \u001b"') + '"tokens": 1, "truncated": '
+            'false, "score": 1, '
          '"answer": "\\udfff"}', ""),
         ("evaluation/step_3/outcomes.jsonl", "", ""),
     ],

@@ -1,4 +1,5 @@
-"""What `--resume` takes for the same run, and which checkpoint it goes on from. Checkpoints are real files, cut short."""
+"""What `--resume` takes for the same run, and which checkpoint it goes on from. Checkpoints are real files, cut
+short."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_a_stop_file_that_waits_for_a_resumed_run_is_heeded_once(tmp_path: Path)
     heed_stop_file(config, tmp_path)
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +196,7 @@ def test_overwrite_leaves_no_evaluation_of_the_run_before(tmp_path: Path) -> Non
     assert not (folder / "evaluation").exists()
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -365,7 +366,7 @@ def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
     assert what_is_broken(place) == "optimizer_0/__1_0.distcp is missing"
 
 
-# -- what the recipe does not say ------------------------------------------------------------------------------------------
+# -- what the recipe does not say --------------------------------------------------------------------------------------
 
 
 def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Path) -> None:
@@ -444,7 +445,8 @@ def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> 
 def test_a_mistake_leaves_the_run_in_the_folder_as_it_was(
     changes: dict[str, Any], flags: dict[str, bool], said: str, tmp_path: Path
 ) -> None:
-    """It was claimed first: the finished run was open again, its evaluations, with `--overwrite` its checkpoints, were gone."""
+    """It was claimed first: the finished run was open again, its evaluations, with `--overwrite` its checkpoints, were
+    gone."""
     rows = {"loader": "word_problems", "n": 4}
     written = {"data": rows, "evaluation": {"data": rows}, "bf16": False, "use_cpu": True}
     folder = claim(given(tmp_path / "o", **written), overwrite=False)

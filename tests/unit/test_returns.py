@@ -1,4 +1,5 @@
-"""The discounted return against a literal loop over single tokens; hand values; γ = 1 is the row rule; no group of deltas is another's."""
+"""The discounted return against a literal loop over single tokens; hand values; γ = 1 is the row rule; no group of
+deltas is another's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from grpo_lab.batch import LocalRows, RewardTable
 
 
 def table(seed: int, groups: int = 3, size: int = 4, width: int = 7) -> RewardTable:
-    """Ragged masks with holes (tool output); one row without a token of its own; the last group lies on another rank."""
+    """Ragged masks with holes (tool output); one row without a token of its own; the last group lies on another
+    rank."""
     rng = random.Random(seed)
     values = torch.tensor([[rng.choice([0.0, 0.25, 1.0])] for _ in range(groups * size)])
     mask = torch.tensor([[rng.random() < 0.6 for _ in range(width)] for _ in range((groups - 1) * size)])

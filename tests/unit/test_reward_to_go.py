@@ -1,4 +1,5 @@
-"""Reward-to-go over own tokens, and the KL that is charged so: hand values, loops in float64 on ragged cases, the door."""
+"""Reward-to-go over own tokens, and the KL that is charged so: hand values, loops in float64 on ragged cases, the
+door."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def kl_of(estimator: str, x: float) -> float:
 
 
 def ragged(rng: random.Random) -> tuple[list[list[float]], list[list[float]], list[list[bool]]]:
-    """Log-probs of policy and reference and own tokens: padding behind, tool output within, rows without a token; NaN outside."""
+    """Log-probs of policy and reference and own tokens: padding behind, tool output within, rows without a token; NaN
+    outside."""
     rows, width = rng.randrange(1, 6), rng.choice([1, 2, 3, 7, 8, 9, 40])
     policy, reference, own = [], [], []
     for _ in range(rows):

@@ -1,4 +1,5 @@
-"""The round machine, its recipe and its page, without a model: markers, questions, batches, mistakes, what a line says."""
+"""The round machine, its recipe and its page, without a model: markers, questions, batches, mistakes, what a line
+says."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ DATA = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
 GOOD: dict[str, Any] = {"method": "expert_iteration", "model": {"path": "m"}, "data": DATA}
 
 
-# --- the machine --------------------------------------------------------------------------------------------------------
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_batch_of_which_a_part_is_there_is_drawn_again(tmp_path: Path, there: 
     assert file.read_text() == left
 
 
-# --- the recipe ---------------------------------------------------------------------------------------------------------
+# --- the recipe -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,11 +222,12 @@ def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tm
         parts.select(Round(folder=tmp_path, number=1, current="last/model", start="start"))
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------------
+# --- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def lines() -> list[dict[str, Any]]:
-    """The start, and a round: 4 questions × 5 samples, 8 right, 3 problems solved in 6 ways, 5 own rows and 4 gold ones."""
+    """The start, and a round: 4 questions × 5 samples, 8 right, 3 problems solved in 6 ways, 5 own rows and 4 gold
+    ones."""
     accuracy = {"value": 0.25, "low": 0.1, "high": 0.4, "n": 4}
     found: list[dict[str, Any]] = []
     found.append(line_of(0, {"train": {"steps": 9}, "evaluate": {"accuracy": accuracy, "mean_length": 5.0}}, found))

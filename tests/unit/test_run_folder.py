@@ -31,7 +31,8 @@ def test_another_server_address_is_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_start_failed_can_be_resumed(tmp_path: Path) -> None:
-    """A server that is never up is noticed after the cold start: its minutes must not be lost. The same command goes on."""
+    """A server that is never up is noticed after the cold start: its minutes must not be lost. The same command goes
+    on."""
     first = recipe(tmp_path / "out", learning_rate=1e-3)
     assert not is_begun(first, overwrite=False, resume=True)
     folder = claim(first, overwrite=False)

@@ -52,7 +52,8 @@ def test_survives_pickle_and_its_own_mapping(spec: object) -> None:
 
 @given(steps=st.lists(st.integers(0, 500), min_size=1, max_size=20))
 def test_depends_on_the_step_alone(steps: list[int]) -> None:
-    """Resume asks for step t from a fresh object: it must get what the uninterrupted run got, in any order of asking."""
+    """Resume asks for step t from a fresh object: it must get what the uninterrupted run got, in any order of
+    asking."""
     for spec in SPECS:
         running = schedule_from(spec)  # type: ignore[arg-type]
         seen = {step: running(step) for step in steps}

@@ -245,7 +245,8 @@ def test_hostile_text_is_not_judged_and_costs_its_length(text: str) -> None:
 
 
 def test_first_wrong_step_of_real_solutions(grpo_lab_data: Path) -> None:
-    """Which rows it applies to was fixed before looking: the arithmetic task of BIG-Bench Mistake (three human raters)."""
+    """Which rows it applies to was fixed before looking: the arithmetic task of BIG-Bench Mistake (three human
+    raters)."""
     rows = [json.loads(line) for line in (grpo_lab_data / "process_reward" / "steps.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "multistep_arithmetic" in row["source"]]
     assert len(rows) == 38
@@ -259,7 +260,8 @@ def test_first_wrong_step_of_real_solutions(grpo_lab_data: Path) -> None:
 
 
 def test_right_solutions_are_hardly_ever_called_wrong(grpo_lab_data: Path) -> None:
-    """GSM8K's reference solutions: at most 2 in 1,000 judged lines (some of them do hold a slip, as in "$32 - $20 = $300")."""
+    """GSM8K's reference solutions: at most 2 in 1,000 judged lines (some of them do hold a slip, as in "$32 - $20 =
+    $300")."""
     rows = [json.loads(line)["answer"] for line in (grpo_lab_data / "gsm8k" / "test.jsonl").read_text().splitlines()]
     scores = [score for row in rows for score in EquationSteps.judge(row.split("\n")) if score is not None]
     assert len(scores) > 4000

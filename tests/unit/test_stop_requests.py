@@ -14,7 +14,8 @@ from grpo_lab.runs.stop import StopRequests
 
 
 def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look beside the work finds the stop file just as the command ends: SIGUSR1 would end the process, whose handlers are put back."""
+    """The look beside the work finds the stop file just as the command ends: SIGUSR1 would end the process, whose
+    handlers are put back."""
     monkeypatch.setattr(stop_requests, "SECONDS_BETWEEN_LOOKS", 1e-3)
     looks, ended, asked = threading.Event(), threading.Event(), []
 

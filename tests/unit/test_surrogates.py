@@ -1,4 +1,5 @@
-"""Surrogates: hand values and where the gradient is cut. Shared properties: ``tests/conformance/test_surrogate_rows.py``."""
+"""Surrogates: hand values and where the gradient is cut. Shared properties:
+``tests/conformance/test_surrogate_rows.py``."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def test_the_door() -> None:
 
 @pytest.mark.parametrize("bound", [0.9, 1.28, math.inf])
 def test_a_two_sided_bound_within_the_clip_is_refused(bound: float) -> None:
-    """Below the clip's end δ takes the place of ε_high for Â > 0, and bounds nothing for Â < 0; an infinite one bounds nothing at all."""
+    """Below the clip's end δ takes the place of ε_high for Â > 0, and bounds nothing for Â < 0; an infinite one bounds
+    nothing at all."""
     with pytest.raises(
         ValueError, match=rf"`delta` .* is {bound}; it must be a finite number above 1 \+ `epsilon_high` = 1\.28"
     ):

@@ -1,4 +1,5 @@
-"""The adapter for token-classification reward models: against one forward a step in float64, in its own tokens, and what it refuses."""
+"""The adapter for token-classification reward models: against one forward a step in float64, in its own tokens, and
+what it refuses."""
 
 from __future__ import annotations
 

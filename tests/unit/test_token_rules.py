@@ -1,4 +1,5 @@
-"""Rules of level ``token``: told by an attribute, called on a table with this rank's rows; tables that selection puts together anew."""
+"""Rules of level ``token``: told by an attribute, called on a table with this rank's rows; tables that selection puts
+together anew."""
 
 from __future__ import annotations
 

@@ -138,16 +138,17 @@ def test_swaps_even_out_live_tokens_by_hand() -> None:
 
 
 def test_the_lighter_rank_gets_the_fuller_bin_by_hand() -> None:
-    # Bins {6, 6} {6, 5} {4, 4} {4, 3}: footprints 12 12 | 8 8, live 12 11 | 8 7. After the first round rank 0 has 12, rank
-    # 1 has 11; the second round's 8 goes to rank 1 and its 7 to rank 0: 19 each (in the same order again: 20 and 18).
+    # Bins {6, 6} {6, 5} {4, 4} {4, 3}: footprints 12 12 | 8 8, live 12 11 | 8 7. After the first round rank 0 has 12,
+    # rank 1 has 11; the second round's 8 goes to rank 1 and its 7 to rank 0: 19 each (in the same order again: 20 and
+    # 18).
     rounds, ranks = assign_bins(np.array([6, 6, 6, 5, 4, 4, 4, 3]), np.array([0, 2, 4, 6]), 2)
     assert rounds.tolist() == [0, 0, 1, 1]
     assert ranks.tolist() == [0, 1, 1, 0]
 
 
 def test_like_bins_run_together() -> None:
-    # Budget 12 = two rows of 6 or four of 3; 4 long and 8 short rows make 2 + 2 bins, all of 12 tokens: with two ranks two
-    # rounds of 12. A round that paired a full bin with a half-empty one would wait.
+    # Budget 12 = two rows of 6 or four of 3; 4 long and 8 short rows make 2 + 2 bins, all of 12 tokens: with two ranks
+    # two rounds of 12. A round that paired a full bin with a half-empty one would wait.
     plan = plan_update(all_live([6] * 4 + [3] * 8), 2, 12)
     assert plan.num_bins == 2
     assert plan.step_tokens == 24
@@ -202,7 +203,8 @@ def partitions(items: list[int]) -> list[list[list[int]]]:
 
 
 def cheapest_by_force(totals: list[int], num_ranks: int, budget: int, overhead: int) -> tuple[int, int]:
-    """(cost, rounds) of the best of all set partitions. Bins of like size share a round: no other pairing is cheaper."""
+    """(cost, rounds) of the best of all set partitions. Bins of like size share a round: no other pairing is
+    cheaper."""
     best: tuple[int, int] | None = None
     for bins in partitions(totals):
         if any(len(one) > 1 and len(one) * max(one) > budget for one in bins):
@@ -288,8 +290,8 @@ def test_ranks_are_even(num_ranks: int, dead: float) -> None:
     ],
 )  # fmt: skip
 def test_planning_takes_less_than_a_second(num_rows: int, dead: float, max_tokens: int | None, num_ranks: int) -> None:
-    # measured 0.1–0.4 s on one core of a shared 2-core machine; the claim is 1 s, the test leaves room for a busy machine.
-    # A budget of 1 token gives every row a bin of its own, the most bins there can be.
+    # measured 0.1–0.4 s on one core of a shared 2-core machine; the claim is 1 s, the test leaves room for a busy
+    # machine. A budget of 1 token gives every row a bin of its own, the most bins there can be.
     rows, budget = realistic(num_rows // 8 * 8, dead)
     start = time.process_time()
     plan = plan_update(rows, num_ranks, max_tokens or budget)

@@ -16,9 +16,9 @@ def at_home(plan: Plan, each: int) -> int:
 
 
 def test_by_hand() -> None:
-    """Two ranks that hold rows of 8 and 6 tokens each. By length the bins are 0, 2 | 1, 3; evening out 16 against 12 live tokens swaps rows 0
-    and 1, so rows 2 and 0 are away. A round of 2 × 8 = 16 tokens has room for rows of up to 8 on either rank: they change
-    places, 8 + 6 live tokens on each as before, and the step still waits for 16."""
+    """Two ranks that hold rows of 8 and 6 tokens each. By length the bins are 0, 2 | 1, 3; evening out 16 against 12
+    live tokens swaps rows 0 and 1, so rows 2 and 0 are away. A round of 2 × 8 = 16 tokens has room for rows of up to 8
+    on either rank: they change places, 8 + 6 live tokens on each as before, and the step still waits for 16."""
     rows = Rows([0] * 4, [8, 6, 8, 6], [True] * 4)
     plain, home = (plan_update(rows, 2, 16, keep_home=keep) for keep in (False, True))
     assert [sorted(bins[0]) for bins in plain.bins] == [[1, 2], [0, 3]]

@@ -10,8 +10,9 @@ from grpo_lab.update import Plan, Routes, Rows, plan_update
 
 
 def test_by_hand() -> None:
-    """Two ranks of three rows. Rank 0 computes its row 0 with row 4 of rank 1, and nothing second; rank 1 computes row 2 of rank 0, then
-    its own row 5. So row 4 travels to rank 0, as wide as the longer completion of its bin (7), and row 2 to rank 1."""
+    """Two ranks of three rows. Rank 0 computes its row 0 with row 4 of rank 1, and nothing second; rank 1 computes row
+    2 of rank 0, then its own row 5. So row 4 travels to rank 0, as wide as the longer completion of its bin (7), and
+    row 2 to rank 1."""
     plan = Plan([[[4, 0], []], [[2], [5]]], 0, 0, 0, (0, 0), (0, 0))
     routes = Routes.of(plan, np.array([7, 9, 3, 9, 4, 0]), rows_per_rank=3)
     assert routes.rows.tolist() == [0, 2, 4, 5]

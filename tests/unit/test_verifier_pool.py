@@ -45,7 +45,10 @@ def until_over(pids: list[int]) -> bool:
 
 def when(condition: str) -> str:
     """A job that ends when the condition is true."""
-    return f"([... for os in [__import__('os')] for _ in iter(lambda: {condition} or __import__('time').sleep(0.02), True)], 5)[1]"
+    return (
+        f"([... for os in [__import__('os')] for _ in iter(lambda: {condition} or __import__('time').sleep(0.02), "
+        "True)], 5)[1]"
+    )
 
 
 @pytest.fixture
@@ -240,7 +243,10 @@ def test_a_killed_fork_server_costs_no_job(pool: WorkerPool, tmp_path: Path) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_worker_holds_no_socket_but_its_own(pool: WorkerPool, meeting: list[str]) -> None:
     """Not the fork server's, nor another worker's: it could speak for it."""
-    links = "[os.readlink(f'/proc/self/fd/{n}') for os in [__import__('os')] for n in range(64) if os.path.exists(f'/proc/self/fd/{n}')]"
+    links = (
+        "[os.readlink(f'/proc/self/fd/{n}') for os in [__import__('os')] for n in range(64) if "
+        "os.path.exists(f'/proc/self/fd/{n}')]"
+    )
     pool.run(meeting)
     for outcome in pool.run([links] * 4):
         assert sum(link.startswith("socket:") for link in outcome.value) == 1, outcome.value

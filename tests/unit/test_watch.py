@@ -1,4 +1,5 @@
-"""A request that takes long is waited for while the server works, and ended where nothing moves: small local servers."""
+"""A request that takes long is waited for while the server works, and ended where nothing moves: small local
+servers."""
 
 from __future__ import annotations
 

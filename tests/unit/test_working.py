@@ -1,4 +1,5 @@
-"""``worked_out``: a calculation on paper is seen in the forms that models write, and nothing else is taken for one. TRL logs its mean as ``rewards/worked_out/mean``."""
+"""``worked_out``: a calculation on paper is seen in the forms that models write, and nothing else is taken for one. TRL
+logs its mean as ``rewards/worked_out/mean``."""
 
 from __future__ import annotations
 

@@ -9,16 +9,16 @@ own. A request passes that
     has a body of JSON, of at most `max_bytes`; those in `BODIES` hold what is declared there and nothing else
 
 vLLM's own `--api-key` leaves every route open that does not begin with /v1, /v2, /inference or /cohere, also
-`/collective_rpc` and `/update_weights`; its `/collective_rpc` calls any method of a worker by name, also `save_sharded_state(path)`,
-and other backends of its weight transfer take pickles.
+`/collective_rpc` and `/update_weights`; its `/collective_rpc` calls any method of a worker by name, also
+`save_sharded_state(path)`, and other backends of its weight transfer take pickles.
 
-Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length: one without end fills
-the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit (4 MiB) is in force with h11 only. And uvicorn waits
-for ever for the head of a request; enough such connections take every descriptor. Here a head has `HEAD_WITHIN` seconds, and when
-more than `most_waiting()` are waited for, the oldest goes.
+Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length: one
+without end fills the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit (4 MiB) is in
+force with h11 only. And uvicorn waits for ever for the head of a request; enough such connections take every
+descriptor. Here a head has `HEAD_WITHIN` seconds, and when more than `most_waiting()` are waited for, the oldest goes.
 
-Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here knows vLLM, torch
-or the trainer.
+Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here
+knows vLLM, torch or the trainer.
 """
 
 from __future__ import annotations

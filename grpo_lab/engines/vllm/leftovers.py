@@ -1,5 +1,5 @@
-"""What a process needs outside of its run folder, and may be killed with: each under a lock that the kernel opens at its end, so that
-the next process sees what was left behind, and removes it.
+"""What a process needs outside of its run folder, and may be killed with: each under a lock that the kernel opens at
+its end, so that the next process sees what was left behind, and removes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
 
 
 def hold(path: str | Path) -> int:
-    """A descriptor: while it is open, the file or folder is this process's. OSError where it is another's, or not there."""
+    """A descriptor: while it is open, the file or folder is this process's. OSError where it is another's, or not
+    there."""
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

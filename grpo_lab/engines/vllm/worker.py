@@ -4,7 +4,8 @@ Named on the server's command line as `--worker-extension-cls grpo_lab.engines.v
 the class into its worker, and `/collective_rpc` calls its methods. An exception here would end the engine, so
 each method answers with its error instead, and the trainer raises it.
 
-It also describes the server's model in plain values, for `trainer/generation/server_check.py` to compare before anything is loaded.
+It also describes the server's model in plain values, for `trainer/generation/server_check.py` to compare before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class WeightLoading:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
-        """Name the weights that came another way (NCCL), so that a server that was started since does not know the name."""
+        """Name the weights that came another way (NCCL), so that a server that was started since does not know the
+        name."""
         worker: Any = self
         worker.grpo_lab_version = version
         return {"version": version}
@@ -78,7 +80,8 @@ class WeightLoading:
         return {}
 
     def grpo_lab_differing_tensors(self, folder: str) -> dict[str, Any]:
-        """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]} or {error}."""
+        """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]} or
+        {error}."""
         from grpo_lab.engines.weights.proof import differing_tensors
 
         worker: Any = self
@@ -94,7 +97,8 @@ PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 
 
 
 def end_ids(declared: Any, tokenizer_id: int | None) -> list[int]:
-    """Token ids that end a completion: the generation config's (`declared`: None, one, or several) and the tokenizer's."""
+    """Token ids that end a completion: the generation config's (`declared`: None, one, or several) and the
+    tokenizer's."""
     ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return sorted({*ids, *([] if tokenizer_id is None else [tokenizer_id])})
 

@@ -32,7 +32,8 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, engine_tensors, fused_parts, trainer_names
 
 OWN_NAN = (
-    "the trainer's own weights hold NaN or infinity ({}): no engine can be proven against them. A training with `guard` lets none "
+    "the trainer's own weights hold NaN or infinity ({}): no engine can be proven against them. A training with "
+    "`guard` lets none "
     "in; look at the folder that the run began with"
 )
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -123,8 +124,8 @@ def forward_logprobs(
     """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1.
 
     One forward pass over the right-padded batch [B, T]; padding stands after the tokens that count, where a causal
-    model cannot see it. Log-softmax in float32. The model must be in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must
-    call this at the same time.
+    model cannot see it. Log-softmax in float32. The model must be in evaluation mode (dropout); under FSDP or ZeRO-3
+    every rank must call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     width = max(len(row) for row in rows)
@@ -200,10 +201,11 @@ def prove_sync(
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
-    `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were pushed.
+    `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were
+    pushed.
 
-    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for NaN in the
-    trainer's own weights.
+    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for
+    NaN in the trainer's own weights.
     """
 
     def differing() -> list[TensorDifference]:

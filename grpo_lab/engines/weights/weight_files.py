@@ -75,7 +75,8 @@ class WeightCourier:
             reports = self._call("grpo_lab_sees", folder=str(folder))
         if not all(report.get("sees") is True for report in reports):
             raise ValueError(
-                f"the server's workers do not see {SHARED_MEMORY} of this process ({reports}): trainer and server must run "
+                f"the server's workers do not see {SHARED_MEMORY} of this process ({reports}): trainer and server "
+                "must run "
                 "on one machine, and in one container"
             )
 

@@ -3,13 +3,14 @@ r"""Written arithmetic judged by exact fractions: which equations a text states,
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-How people and models write arithmetic is first put into one plain form: LaTeX, Unicode, currency, percent, mixed numbers, remainders,
-units. What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it is not taken for the whole
-(``17 mod 5 = 2`` is not ``5 = 2``).
+How people and models write arithmetic is first put into one plain form: LaTeX, Unicode, currency, percent, mixed
+numbers, remainders, units. What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it
+is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
 
-A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to. What cannot be
-read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that guesses would pay for confusing it.
-Nothing is ever evaluated as Python; every pattern, size and depth is bounded, so that a hostile text costs its length.
+A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
+What cannot be read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that
+guesses would pay for confusing it. Nothing is ever evaluated as Python; every pattern, size and depth is bounded, so
+that a hostile text costs its length.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation
 
 
 def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fraction:
-    """The exact value of ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds; ``2(3)`` and ``-2^2`` as on paper. Raises ``NotArithmetic``."""
+    """The exact value of ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds; ``2(3)`` and ``-2^2`` as on paper.
+    Raises ``NotArithmetic``."""
     if len(expression) > 4 * MAX_SIDE:
         raise NotArithmetic("too long")
     values: list[Fraction] = []
@@ -187,7 +189,8 @@ def _same(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _about(left: Fraction, right: Fraction, written: str) -> bool:
-    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``≈ 4``, ``1,234 ≈ 1,200``)."""
+    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``≈ 4``, ``1,234 ≈
+    1,200``)."""
     digits = re.fullmatch(r"[\s(\[{+-]*(\d*)\.?(\d*)(/100)?[\s)\]}]*", written)
     if digits is None:
         return left == right
@@ -197,14 +200,16 @@ def _about(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _counts(before: str, left: str, right: str) -> bool:
-    """Whether a lone number behind words is set to another (``4 boxes with 6 = 24``): something was counted that is not written."""
+    """Whether a lone number behind words is set to another (``4 boxes with 6 = 24``): something was counted that is not
+    written."""
     lone = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
     said = any(kind == "word" for *_, kind in _tokens(before))
     return said and lone.fullmatch(left) is not None and lone.fullmatch(right) is not None
 
 
 def _piece(side: str, at_its_end: bool) -> str | None:
-    """The arithmetic that touches the sign of equality behind (or before) ``side``; None where words are part of the sum."""
+    """The arithmetic that touches the sign of equality behind (or before) ``side``; None where words are part of the
+    sum."""
     runs: list[list[tuple[int, int]]] = [[]]
     for start, end, kind in _tokens(side):
         if kind == "word":
@@ -218,7 +223,8 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 
 
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
-    """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``): alone it says something else."""
+    """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``): alone it says
+    something else."""
     if first:
         if side[: run[0][0]] and not (side[run[0][0] - 1].isspace() or side[run[0][0] - 1] in "\"'`*_~:.,"):
             return True
@@ -252,7 +258,8 @@ def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _balanced(piece: str, first: bool) -> str | None:
-    """Without a bracket that the piece did not open (``(so 2 + 3`` or ``5)``); None where brackets cannot be matched."""
+    """Without a bracket that the piece did not open (``(so 2 + 3`` or ``5)``); None where brackets cannot be
+    matched."""
     depth, low = 0, 0
     for character in piece:
         depth += (character in _OPEN) - (character in _CLOSE)

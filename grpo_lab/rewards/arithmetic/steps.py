@@ -1,10 +1,10 @@
 r"""What a worked solution calculates: a rule-based process reward of it, and the list of its equations.
 
-``EquationSteps`` judges every written equation. ``equation_list``: two texts with the same list are one way of solving (RFT, arXiv
-2308.01825, section 3.3): "Ann has 4 * 6 = 24 stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19").
+``EquationSteps`` judges every written equation. ``equation_list``: two texts with the same list are one way of solving
+(RFT, arXiv 2308.01825, section 3.3): "Ann has 4 * 6 = 24 stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19").
 
-``worked_out``: whether a completion writes a calculation down. To be watched beside an accuracy, at weight 0, not to be paid for:
-"Ann has 4*6=24 stamps.\n#### 24" -> 1, "#### 24" -> 0, "x = 24" -> 0.
+``worked_out``: whether a completion writes a calculation down. To be watched beside an accuracy, at weight 0, not to be
+paid for: "Ann has 4*6=24 stamps.\n#### 24" -> 1, "#### 24" -> 0, "x = 24" -> 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
 
 
 class EquationSteps(SplitStepReward):
-    """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not scored else.
+    """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not
+    scored else.
 
-    Exact fractions; decimals as rounded as they are written; chains ``a = b = c`` link by link; a name that the solution set
-    (``A = 3 + 4``) is its value in later steps. What is not arithmetic on both sides is not judged (``equations``), so a
-    wrong *plan* in right arithmetic is not seen, and a model could learn to write trivial equations: use it beside an outcome reward.
+    Exact fractions; decimals as rounded as they are written; chains ``a = b = c`` link by link; a name that the
+    solution set (``A = 3 + 4``) is its value in later steps. What is not arithmetic on both sides is not judged
+    (``equations``), so a wrong *plan* in right arithmetic is not seen, and a model could learn to write trivial
+    equations: use it beside an outcome reward.
 
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).
 
@@ -71,7 +73,8 @@ _CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:
 
 
 def works_out(text: str) -> bool:
-    """Whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong; ``MOST_READ`` characters are read.
+    """Whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong; ``MOST_READ``
+    characters are read.
 
     Words that reason without a calculation are not seen.
     """
@@ -81,8 +84,8 @@ def works_out(text: str) -> bool:
 def worked_out(completions: list[Any], **_: Any) -> list[float]:
     """1 where a completion writes a calculation down (``works_out``), else 0.
 
-    As a reward of weight 0 it changes nothing, and the run logs ``rewards/worked_out/mean``: the share of completions that
-    reason on paper. Paid for, it would teach a model to write calculations, needed or not. (TRL sums what is scorable: a completion
-    that every other reward calls unscorable counts as 0 with it.)
+    As a reward of weight 0 it changes nothing, and the run logs ``rewards/worked_out/mean``: the share of completions
+    that reason on paper. Paid for, it would teach a model to write calculations, needed or not. (TRL sums what is
+    scorable: a completion that every other reward calls unscorable counts as 0 with it.)
     """
     return [float(works_out(completion_text(completion))) for completion in completions]

@@ -1,10 +1,12 @@
 """How likely a word is in each language that shares its script: p(word | language), unnormalised.
 
-Two offline sources: **wordfreq** (~20–30 thousand words a language), p(w | l) is the word's frequency; **lingua** (character n-grams) for
-words that no list knows: its confidences share out the frequency of a word just too rare for the lists.
+Two offline sources: **wordfreq** (~20–30 thousand words a language), p(w | l) is the word's frequency; **lingua**
+(character n-grams) for words that no list knows: its confidences share out the frequency of a word just too rare for
+the lists.
 
-Capitalised words are mostly names, which say little: they get a constant on top in every language, so that a frequent function word keeps
-its evidence ("The") and a name follows its text. The constant is larger for a name that most lists have (José) than for a German noun.
+Capitalised words are mostly names, which say little: they get a constant on top in every language, so that a frequent
+function word keeps its evidence ("The") and a name follows its text. The constant is larger for a name that most lists
+have (José) than for a German noun.
 
 Not from a paper: R1 (arXiv 2501.12948, section 2.3.2) defines the reward and not how words are assigned to languages.
 """
@@ -32,7 +34,8 @@ LISTED = 5e-7  # between the lists' least frequency and what a word gets without
 FOREIGN = 3e-7
 """p(w | no language we know): a word that no language explains better than this counts as ``other``."""
 NAME, KNOWN_NAME = 1e-5, 1e-3
-"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists or more have it."""
+"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists or more have
+it."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
@@ -43,7 +46,8 @@ MAX_GUESSED = 250
 
 
 def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
-    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in the order of ``LANGUAGES_OF_GROUP``, then ``other``."""
+    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in the order of ``LANGUAGES_OF_GROUP``, then
+    ``other``."""
     languages = LANGUAGES_OF_GROUP[group]
     if group == "cjk":
         return _run_likelihoods(words, languages)
@@ -79,7 +83,8 @@ def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likeli
 def _characters(language: str) -> dict[str, float]:
     """log p(character | language, kind), kind = Han or kana, from the word list.
 
-    Given the kind, so that Japanese with few kana is not taken for Chinese; a kana is 1 in Japanese and rare in Chinese.
+    Given the kind, so that Japanese with few kana is not taken for Chinese; a kana is 1 in Japanese and rare in
+    Chinese.
     """
     frequency: dict[str, float] = {}
     for word, weight in _frequencies(language).items():
@@ -148,6 +153,7 @@ def _offline_library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"LanguageConsistencyReward distinguishes languages of one script with wordfreq and lingua-language-detector, and "
+            "LanguageConsistencyReward distinguishes languages of one script with wordfreq and "
+            "lingua-language-detector, and "
             f"{name!r} cannot be imported here ({error}). Install them: pip install 'grpo_lab[language]'"
         ) from error

@@ -2,13 +2,14 @@
 
     reward = words of the reasoning in the target language / words of the reasoning      ∈ [0, 1]
 
-Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the reward
-is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
+Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the
+reward is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
 
-The paper says neither what a word is nor how its language is found. Ours (how well it works: ``docs/algorithms/language_consistency.md``):
-first the script of each word (``words``). Then, within a script that several languages share, the mixture of languages that explains
-its words best: a single word often belongs to several ("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the
-shares π are those that make the text most likely,
+The paper says neither what a word is nor how its language is found. Ours (how well it works:
+``docs/algorithms/language_consistency.md``): first the script of each word (``words``). Then, within a script that
+several languages share, the mixture of languages that explains its words best: a single word often belongs to several
+("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the shares π are those that make the text
+most likely,
 
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
 
@@ -53,12 +54,13 @@ class LanguageConsistencyReward:
     """``(completions=[…]) -> [share, …]``, each in [0, 1].
 
     Args:
-        target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the language
-            that most words of the row's prompt are in. A prompt whose language is not clear (formulas only, two languages
-            in equal parts) makes the row unscorable: ``None``.
-        empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of mixed-language
-            reasoning would be no reasoning.
-        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in another language.
+        target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the
+            language that most words of the row's prompt are in. A prompt whose language is not clear (formulas only,
+            two languages in equal parts) makes the row unscorable: ``None``.
+        empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of
+            mixed-language reasoning would be no reasoning.
+        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in
+            another language.
     """
 
     scope: ClassVar[Scope] = "completion"
@@ -131,9 +133,9 @@ TRACE = 0.02
 """A language is dropped if it explains less than this share of the words, or less than ``TRACE_WORDS`` words."""
 TRACE_WORDS = 1.0
 DOUBT = 2.0
-"""Imagined words in the expected language: a text of three ambiguous words is then in that language and not in the one whose
-frequencies happen to fit best. They decide between languages that fit; they are not counted, and no French word becomes
-English by them."""
+"""Imagined words in the expected language: a text of three ambiguous words is then in that language and not in the one
+whose frequencies happen to fit best. They decide between languages that fit; they are not counted, and no French word
+becomes English by them."""
 
 
 def mixture_shares(
@@ -252,8 +254,8 @@ def _words_in(word: Word) -> int:
 def _without_foreign_names(sizes: Mapping[str, float], groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
     """Take names in a foreign script out: "小明 and John" in Chinese prose says nothing about its language.
 
-    In a script that is not the text's main one, capitalised words are names unless there is lower-case prose around that
-    explains them; never more than ``MOST_NAMES`` of all words, or prose In Capitals Like This would cost nothing.
+    In a script that is not the text's main one, capitalised words are names unless there is lower-case prose around
+    that explains them; never more than ``MOST_NAMES`` of all words, or prose In Capitals Like This would cost nothing.
     """
     main = max(sizes, key=lambda group: sizes[group], default=OTHER)
     remaining = dict(sizes)

@@ -1,12 +1,12 @@
 r"""Text → the words that say something about its language, each with its script.
 
 "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]`` drawings,
-formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with digits
-or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are handled where
-evidence is weighed (``evidence``, ``reward``), since no rule on one word can recognise them.
+formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses, tokens with
+digits or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols. Names are
+handled where evidence is weighed (``evidence``, ``reward``), since no rule on one word can recognise them.
 
-The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do the contents of
-``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
+The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do
+the contents of ``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
 
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
 in different groups differ in their characters alone; within a group ``evidence`` decides.
@@ -47,8 +47,8 @@ CASED = frozenset({"latin", "cyrillic", "greek"})
 UNSPACED: dict[str, float] = {"zh": 1.55, "ja": 2.35, "th": 4.5}
 """Characters that weigh as much as one word of a spaced script, for scripts that do not mark words.
 
-zh, ja: characters per English word of the same sentences, measured on the parallel rows (PUD, MGSM) of our language data:
-913/597 and 723/307. th: average length of a Thai word (no parallel data here).
+zh, ja: characters per English word of the same sentences, measured on the parallel rows (PUD, MGSM) of our language
+data: 913/597 and 723/307. th: average length of a Thai word (no parallel data here).
 """
 
 _CJK = "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA IDEOGRAPHIC"
@@ -87,7 +87,8 @@ _SYMBOLS = (
 _NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
-"""Single letters a–z that are a word somewhere (English "a", Spanish "y", Portuguese "o"). They can as well be variables."""
+"""Single letters a–z that are a word somewhere (English "a", Spanish "y", Portuguese "o"). They can as well be
+variables."""
 
 _ENVIRONMENTS = (
     "align aligned alignat alignedat equation gather gathered array eqnarray "

@@ -1,8 +1,8 @@
 r"""AccuracyReward: 1.0 for the right final answer, 0.0 for any other text, None where the gold cannot be scored.
 
-Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equality by math-verify. Unlike in TRL's `accuracy_reward` the answer
-is read from its marker (of the model's *own* answer where a base model runs on), and compared in processes that can be killed; a number
-hardly ever needs them. See docs/algorithms/accuracy_reward.md.
+Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equality by math-verify. Unlike in TRL's
+`accuracy_reward` the answer is read from its marker (of the model's *own* answer where a base model runs on), and
+compared in processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 
 The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 """
@@ -151,12 +151,14 @@ class AccuracyReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). With TRL's `log_metric`, shares are logged."""
+        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). With TRL's `log_metric`,
+        shares are logged."""
         if completions is None:
             raise ValueError("AccuracyReward needs completions=[...]; got none")
         if solution is None:
             raise ValueError(
-                f"AccuracyReward needs the gold answers in the column 'solution'; the columns given are {sorted(columns)}"
+                "AccuracyReward needs the gold answers in the column 'solution'; the columns given are "
+                f"{sorted(columns)}"
             )
         judgements = self.judge(completions, solution, prompts)
         if log_metric is not None and judgements:
@@ -192,7 +194,8 @@ class AccuracyReward:
         return found
 
     def read(self, completion: str) -> Answer | None:
-        """The answer that is compared; None where the completion gives none. What a grader with other eyes overrides."""
+        """The answer that is compared; None where the completion gives none. What a grader with other eyes
+        overrides."""
         return extract_answer(completion, self.mode)
 
     def _paid(self, judgement: Judgement) -> float | None:
@@ -208,8 +211,8 @@ class AccuracyReward:
         return GoldReport(total=len(golds), unusable=rejected)
 
     def warm_up(self, solution: Sequence[Any]) -> None:
-        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` calls it with the
-        first rows before it loads a model, so that the first batch does not wait."""
+        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` calls
+        it with the first rows before it loads a model, so that the first batch does not wait."""
         golds = _once(gold_answer, solution)
         self._verifier.warm_up([gold for gold in golds if gold])
 
@@ -237,7 +240,8 @@ def _verdict(found: list[MathVerdict]) -> MathVerdict:
 
 
 def _is_untrue(equation: str) -> bool:
-    r"""`4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ. What is read in part (`2\pi`) is not judged."""
+    r"""`4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ. What is read in part (`2\pi`) is not
+    judged."""
     written = plain(canonical(equation).replace("==", "="))
     return "\\" not in written and any(not link.holds for link in judged(written)[-1:])
 

@@ -8,7 +8,8 @@ A number is read with all that belongs to it, since what follows may change its 
     "3 apples and 5 pears"       -> "3 apples and 5"      (several answers: equal to no single number)
     "18 because 3 + 15 = 18"     -> "18"
 
-Every scan is linear in the text: no pattern revisits what it has passed, and each looks a bounded number of words ahead.
+Every scan is linear in the text: no pattern revisits what it has passed, and each looks a bounded number of words
+ahead.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ _LIST = re.compile(
 
 _SCALE = "dozen|hundred|thousand|million|billion|trillion|lakh|crore|gross|score|half|halve"
 _ASKED = re.compile(
-    rf"\bhow many (?:[a-z]+ ){{0,2}}?({_SCALE})s?(?![\w-])|\b(?:how much|how many|what)\b[^.?!]{{0,200}}?\bin ({_SCALE})s(?![\w-])",
+    rf"\bhow many (?:[a-z]+ ){{0,2}}?({_SCALE})s?(?![\w-])|\b(?:how much|how many|what)\b[^.?!]{{0,200}}?\bin "
+    rf"({_SCALE})s(?![\w-])",
     re.IGNORECASE,
 )
 
 
 def asked_unit(question: str) -> Fraction | None:
-    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands of dollars, …?`; else None."""
+    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands of dollars,
+    …?`; else None."""
     found = _ASKED.search(question)
     return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
 
@@ -151,7 +154,8 @@ class Span:
 
 
 def math_spans(text: str) -> list[Span]:
-    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money, not mathematics."""
+    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money, not
+    mathematics."""
     spans: list[Span] = []
     opened: tuple[str, int, int] | None = None
     for token in _SPAN_TOKEN.finditer(text):

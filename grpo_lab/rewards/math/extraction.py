@@ -1,9 +1,8 @@
 r"""Which part of a completion is its answer.
 
 1. With `</think>`: only what follows it. An unclosed `<think>` holds no answer yet (strict), or all there is (lenient).
-2. The markers, each valid only with an answer in it:
-   `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `#### ..` where it is no heading, a line `A: ..`, "the answer is .." /
-   "Answer: ..".
+2. The markers, each valid only with an answer in it: `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `####
+   ..` where it is no heading, a line `A: ..`, "the answer is .." / "Answer: ..".
 3. What comes after the first valid marker is cut where the model runs on into a question of its own (`run_on`).
 4. Within what is left: a closed `<answer>` decides, by the last one; otherwise the last marker in the text wins.
    Boxes that belong together (`\boxed{1} and \boxed{2}`) are one list.
@@ -37,8 +36,8 @@ _HEADING = re.compile(r"(?:step|part|case|solution|question|problem)\b", re.IGNO
 def is_heading(line: str, before: str) -> bool:
     """`line` follows the hashes, `before` is the text in front of them.
 
-    `#### Step 1`, `#### 1. Add`, and `#### 2. Multiply` after an item 1 are headings. `#### 30. Jeff walks ...` with no item 29
-    before it is the answer 30.
+    `#### Step 1`, `#### 1. Add`, and `#### 2. Multiply` after an item 1 are headings. `#### 30. Jeff walks ...` with no
+    item 29 before it is the answer 30.
     """
     if line.startswith("#") or _HEADING.match(line):
         return True
@@ -90,7 +89,8 @@ def closed_boxes(text: str) -> list[Place]:
 
 
 def _first_box(text: str) -> int | None:
-    """Where the backslashes before the first `boxed` or `fbox` begin (`\\\\boxed` is a line break); no brace before it matters."""
+    """Where the backslashes before the first `boxed` or `fbox` begin (`\\\\boxed` is a line break); no brace before it
+    matters."""
     found = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
     while found > 0 and text[found - 1] == "\\":
         found -= 1
@@ -110,11 +110,13 @@ T = TypeVar("T")
 _HASHES = re.compile(r"####[ \t]*")
 _A_LINE = re.compile(r"^[ \t>*_#-]{0,8}A[*_]{0,2}:[*_]{0,2}[ \t]*", re.MULTILINE)
 _PHRASE = re.compile(
-    r"\b(?:answers?|ans)\b[*_]{0,3}(?:[ \t,(][^.:=?!\n$\\]{0,60}?)?[ \t*_]{0,3}(?:\bis\b|\bare\b|\bwas\b|\bequals\b|\bwould be\b|\bwill be\b|\bshould be\b|:|=)",
+    r"\b(?:answers?|ans)\b[*_]{0,3}(?:[ \t,(][^.:=?!\n$\\]{0,60}?)?[ "
+    r"\t*_]{0,3}(?:\bis\b|\bare\b|\bwas\b|\bequals\b|\bwould be\b|\bwill be\b|\bshould be\b|:|=)",
     re.IGNORECASE,
 )
 _FILLER = re.compile(
-    r"[\s*_:,]*(?:(?:indeed|therefore|thus|simply|just|now|hence|approximately|about|exactly|equal to|given by|then|actually"
+    r"[\s*_:,]*(?:(?:indeed|therefore|thus|simply|just|now|hence|approximately|about|exactly|equal to|given "
+    r"by|then|actually"
     r"|still|clearly|as follows|option|choice)\b)?[\s*_:,]*",
     re.IGNORECASE,
 )
@@ -186,7 +188,8 @@ def _markers(text: str) -> list[Answer]:
 
 
 def _untagged_markers(text: str) -> list[Answer]:
-    """Everything but `<answer>`, in order of appearance. What overlaps with a box is the box's: "answer is $\\boxed{5}$"."""
+    """Everything but `<answer>`, in order of appearance. What overlaps with a box is the box's: "answer is
+    $\\boxed{5}$"."""
     boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
 

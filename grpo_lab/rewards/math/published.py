@@ -1,14 +1,16 @@
 r"""Rewards as other projects pay them, to compare with: verl's for GSM8K, and the last box.
 
-``HashesReward``: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict": `#### (-?[0-9.,]+)` without commas must
-*equal* the gold as text. So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
-box: it measures the format as much as the mathematics (docs/reproduce.md).
+``HashesReward``: `compute_score` of volcengine/verl, verl/utils/reward_score/gsm8k.py, method "strict": `####
+(-?[0-9.,]+)` without commas must *equal* the gold as text. So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold
+of 18 (`AccuracyReward`: 1), as does a right answer in a box: it measures the format as much as the mathematics
+(docs/reproduce.md).
 
-``BoxedReward``: `boxed_reward_fn` of sail-sg/understand-r1-zero (understand_r1_zero/math_grader.py); the reward of ServiceNow/TapeAgents
-(examples/rl_gsm8k/orchestrate_rl.py), which pays -1 where no answer can be read (`unreadable`). Unlike in `AccuracyReward(mode="strict")`
-no other marker counts, thinking tags are not looked at, and a completion that runs on is judged by its last box (the sources do not cut
-it). Unlike in the sources equality is math-verify's (TapeAgents compares the first whole number in the box), and a completion cut at its
-length limit earns what its box earns (understand-r1-zero pays it 0, TapeAgents -1).
+``BoxedReward``: `boxed_reward_fn` of sail-sg/understand-r1-zero (understand_r1_zero/math_grader.py); the reward of
+ServiceNow/TapeAgents (examples/rl_gsm8k/orchestrate_rl.py), which pays -1 where no answer can be read (`unreadable`).
+Unlike in `AccuracyReward(mode="strict")` no other marker counts, thinking tags are not looked at, and a completion that
+runs on is judged by its last box (the sources do not cut it). Unlike in the sources equality is math-verify's
+(TapeAgents compares the first whole number in the box), and a completion cut at its length limit earns what its box
+earns (understand-r1-zero pays it 0, TapeAgents -1).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class HashesReward(RowReward):
     """verl's strict GSM8K score: 1.0 where the number after `#### ` is the gold answer, letter by letter, else 0.0.
 
     Args:
-        take: which `#### number` of a completion counts: `"last"` (verl since 2025), `"first"` (before). They differ only
-            where a completion has several.
+        take: which `#### number` of a completion counts: `"last"` (verl since 2025), `"first"` (before). They differ
+            only where a completion has several.
     """
 
     columns = ("solution",)
@@ -56,7 +58,8 @@ class HashesReward(RowReward):
 
 
 class BoxedReward(AccuracyReward):
-    r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a completion without a box.
+    r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a
+    completion without a box.
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.

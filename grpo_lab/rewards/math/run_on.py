@@ -19,7 +19,8 @@ _CONTROL = re.compile(
 )
 _HEAD_MARKS = re.compile(r"[#>*_\-=~ \t\d.)\u2022$\]\\]{0,12}")
 _NEW_TASK = re.compile(
-    r"(?:(?:a|an|the|my|our|here(?:'s| is| are)|new|next|another|similar|follow[- ]?up|bonus|extra|sample|practice|test|your)\s){0,4}"
+    r"(?:(?:a|an|the|my|our|here(?:'s| is| are)|new|next|another|similar|follow[- "
+    r"]?up|bonus|extra|sample|practice|test|your)\s){0,4}"
     r"(?:(?:math|word|example|similar|more|related)\s){0,2}"
     r"(?:q|questions?|problems?|exercises?|examples?|puzzles?|riddles?|tasks?|instructions?|quiz|queries|query|prompt|input"
     r"|user|human|student|teacher|assistant|system|turn)"
@@ -27,10 +28,14 @@ _NEW_TASK = re.compile(
     re.IGNORECASE,
 )
 _NEW_TASK_PHRASE = re.compile(
-    r"(?:your turn\b|now you try|now,? (?:let'?s|please|try to|can you) (?:solve|answer|try|consider)|try (?:this|another|the (?:next|following))\b"
-    r"|(?:please )?(?:answer|solve) (?:this|the (?:next|following)|another)\b|let'?s (?:try|do|solve|move on to|look at) (?:another|a new|the next|a similar)"
-    r"|(?:here(?:'s| is)|this is) (?:another|a new|the next|a similar|a different)\b|consider (?:the following|another) (?:problem|question)"
-    r"|next (?:question|problem|example)\b|another (?:question|problem|example)\b|(?:new|similar) (?:question|problem)s?\b|in this (?:task|problem),? you)",
+    r"(?:your turn\b|now you try|now,? (?:let'?s|please|try to|can you) (?:solve|answer|try|consider)|try "
+    r"(?:this|another|the (?:next|following))\b"
+    r"|(?:please )?(?:answer|solve) (?:this|the (?:next|following)|another)\b|let'?s (?:try|do|solve|move on to|look "
+    r"at) (?:another|a new|the next|a similar)"
+    r"|(?:here(?:'s| is)|this is) (?:another|a new|the next|a similar|a different)\b|consider (?:the "
+    r"following|another) (?:problem|question)"
+    r"|next (?:question|problem|example)\b|another (?:question|problem|example)\b|(?:new|similar) "
+    r"(?:question|problem)s?\b|in this (?:task|problem),? you)",
     re.IGNORECASE,
 )
 _QUESTION_MIN_CHARS = 24

@@ -18,7 +18,8 @@ from grpo_lab.trainer.settings.value import KINDS, ValueSettings
 
 
 def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
-    """Build the critic into the trainer's policy; what walks over the policy's parameters goes on seeing the policy alone."""
+    """Build the critic into the trainer's policy; what walks over the policy's parameters goes on seeing the policy
+    alone."""
     if value is None:
         return None
     model = trainer.model
@@ -43,7 +44,8 @@ def _made(trainer: Any, model: Any, value: ValueSettings) -> Critic:
         critic = load_critic(value.model)
         if critic.trunk is None and critic.head.in_features != hidden:
             raise ValueError(
-                f"`value.model` is {value.model!r}, a head for hidden states of width {critic.head.in_features}, and the policy's have "
+                f"`value.model` is {value.model!r}, a head for hidden states of width {critic.head.in_features}, and "
+                "the policy's have "
                 f"{hidden}: name the critic of a policy of this size, or 'head' or 'copy'"
             )
         critic = critic.to(dtype)
@@ -74,7 +76,8 @@ def _copied_trunk(trainer: Any, model: Any) -> nn.Module:
     if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
         why = "are quantized" if getattr(policy, "is_quantized", False) else "lie on several ranks (DeepSpeed ZeRO-3)"
         raise ValueError(
-            f"`value.model` is 'copy', and the policy's weights {why}, so that they cannot be copied: name a folder or hub name, or "
+            f"`value.model` is 'copy', and the policy's weights {why}, so that they cannot be copied: name a folder "
+            "or hub name, or "
             "'head'"
         )
     if policy is not model:  # PEFT
@@ -98,6 +101,7 @@ def _check_vocabulary(name: str, trunk: Any, policy: Any) -> None:
     theirs, ours = (int(m.config.get_text_config().vocab_size) for m in (trunk, policy))
     if theirs < ours:
         raise ValueError(
-            f"`value.model` is {name!r} with {theirs} token ids, and the policy has {ours}: the critic reads the policy's token ids, so "
+            f"`value.model` is {name!r} with {theirs} token ids, and the policy has {ours}: the critic reads the "
+            "policy's token ids, so "
             "both need one tokenizer"
         )

@@ -29,7 +29,8 @@ FORMAT = 1
 
 
 class ValueHead(nn.Linear):
-    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no random number."""
+    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no
+    random number."""
 
     def __init__(self, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(hidden, 1, dtype=dtype)
@@ -78,7 +79,8 @@ def critic_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
-    """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are sharded).
+    """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are
+    sharded).
 
     Raises:
         ValueError: the state does not hold all of them.
@@ -116,14 +118,15 @@ def load_critic(folder: str | Path) -> Critic:
 
 
 def _network(config: Any) -> nn.Module:
-    """As ``AutoModel.from_config``, which under ZeRO-3 gives a rank empty parameters that take no tensors; DeepSpeed splits it later."""
+    """As ``AutoModel.from_config``, which under ZeRO-3 gives a rank empty parameters that take no tensors; DeepSpeed
+    splits it later."""
     network: nn.Module = MODEL_MAPPING[type(config)](config)
     return network
 
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
-    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed), nothing. From
-    transformers 5.20 on every rank comes here.
+    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
+    nothing. From transformers 5.20 on every rank comes here.
 
     Args:
         state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
@@ -137,7 +140,8 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
 def take_up(
     trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
-    """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states, and loaded.
+    """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states,
+    and loaded.
 
     Raises:
         ValueError: the checkpoint holds none, or another kind.
@@ -147,7 +151,8 @@ def take_up(
     folder = Path(checkpoint) / FOLDER
     if not is_critic_folder(str(folder)):
         raise ValueError(
-            f"`{setting}`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume a "
+            f"`{setting}`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): "
+            "resume a "
             "checkpoint of a run with a critic, or start from the model in it"
         )
     try:
@@ -158,7 +163,8 @@ def take_up(
 
 
 class WithTheBest(TrainerCallback):  # type: ignore[misc]
-    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody saves."""
+    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody
+    saves."""
 
     def __init__(self, trainer: Any, critic: Critic) -> None:
         self.trainer, self.critic = trainer, critic

@@ -31,7 +31,8 @@ def split_groups(optimizer: Any, critic: nn.Module, learning_rate: float | None)
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     if moved != len(own):
         raise ValueError(
-            f"`optim`: {type(optimizer).__name__} holds {moved} of the critic's {len(own)} parameters; choose one that takes "
+            f"`optim`: {type(optimizer).__name__} holds {moved} of the critic's {len(own)} parameters; choose one "
+            "that takes "
             "parameter groups (e.g. adamw_torch)"
         )
 
@@ -52,9 +53,11 @@ def is_warming_up(trainer: Any) -> bool:
 
 
 class CriticAlone(TrainerCallback):  # type: ignore[misc]
-    """In the warm-up the policy's zero gradients are taken away, so that its moments do not count steps that it did not make.
+    """In the warm-up the policy's zero gradients are taken away, so that its moments do not count steps that it did not
+    make.
 
-    AdamW's bias correction would else divide the policy's first real gradients by a second moment that has forgotten to be one.
+    AdamW's bias correction would else divide the policy's first real gradients by a second moment that has forgotten to
+    be one.
     """
 
     def __init__(self, trainer: Any, value: ValueSettings) -> None:

@@ -1,20 +1,22 @@
 """Two questions to the model itself, once, before the first update: may rows be in bins, and may they be under dropout?
 
-``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its positions and no
-attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that masks padding these are one number. They
-are two for encoders used as language models (BERT's family: every token sees the padding), where positions are counted from the tokens
-(RoBERTa's), where a state runs through padding, where a missing mask means another attention (Doge); lists of names are never
-complete. So two short rows are forwarded both ways. What differs only by rounding is told from what differs by formula by forwarding in
-float32 where the weights are, and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
+``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
+positions and no attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that
+masks padding these are one number. They are two for encoders used as language models (BERT's family: every token sees
+the padding), where positions are counted from the tokens (RoBERTa's), where a state runs through padding, where a
+missing mask means another attention (Doge); lists of names are never complete. So two short rows are forwarded both
+ways. What differs only by rounding is told from what differs by formula by forwarding in float32 where the weights are,
+and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
 
-``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what a row adds is its
-own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two
-and then four, with every call of torch's dropout passing its input through:
+``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what
+a row adds is its own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row
+are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
 
     a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole modules)
     a call whose input is not twice as large   its mask does not grow with the rows: they share it
 
-In the first optimizer step the real forwards are looked at likewise, every call of dropout apart (``apart_from_dropout``).
+In the first optimizer step the real forwards are looked at likewise, every call of dropout apart
+(``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 #: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
 PROMPTS, COMPLETIONS = (3, 8), (4, 8)
-#: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a log-prob of −15 is a difference
-#: of logits that bfloat16 rounds by up to 0.03 each
+#: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a
+#: log-prob of −15 is a difference of logits that bfloat16 rounds by up to 0.03 each
 FLOOR, COARSE_FLOOR = 5e-5, 0.1
 #: further a multiple of what the model's own rounding makes, as far as that can be rounding
 TIMES, MOST, MOST_COARSE = 10.0, 1e-3, 0.25
@@ -50,8 +52,10 @@ PLAIN_ATTENTION = ("eager", "sdpa")
 FEW, MANY = 2, 4
 _REASONS = (
     "",
-    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the micro-batches",
-    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together in another way",
+    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the "
+    "micro-batches",
+    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random "
+    "together in another way",
 )
 
 
@@ -111,7 +115,8 @@ class BinProbe(_Question):
         if apart <= bound:
             return None
         return (
-            f"the model's log-probs of a row depend on how it is padded or on the attention mask (two toy rows: {apart:.2g} nats per "
+            "the model's log-probs of a row depend on how it is padded or on the attention mask (two toy rows: "
+            f"{apart:.2g} nats per "
             f"token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting changes that)"
         )
 
@@ -138,7 +143,8 @@ class BinProbe(_Question):
 
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
-    """Two rows of ordinary tokens as TRL pads them: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``."""
+    """Two rows of ordinary tokens as TRL pads them: ``prompt_ids``, ``prompt_mask``, ``completion_ids``,
+    ``completion_mask``."""
     tokenizer, device = trainer._tokenizer, trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
     special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
@@ -168,8 +174,8 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _looked_at(trainer: StepPort) -> Iterator[None]:
-    """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are as
-    before afterwards."""
+    """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are
+    as before afterwards."""
     training = [module for module in trainer.model.modules() if module.training]
     device = trainer.accelerator.device
     devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
@@ -207,12 +213,14 @@ class MaskProbe(_Question):
         trainer, kind = self._trainer, self._weights_spread_by()
         if trl_bridge.is_compiled(trainer, trainer.model):
             return (
-                "dropout is active and the model is compiled, where it cannot be seen whether anything else draws random "
+                "dropout is active and the model is compiled, where it cannot be seen whether anything else draws "
+                "random "
                 "numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
             )
         if kind is not None:
             trainer.recorder.say(
-                f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); known "
+                f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); "
+                "known "
                 "kinds of shared masks are looked at by structure, and other random numbers in the first step"
             )
             return None
@@ -226,7 +234,8 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """Values that each call of dropout in one training forward had a draw for; ``None`` where anything else drew."""
+        """Values that each call of dropout in one training forward had a draw for; ``None`` where anything else
+        drew."""
         trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
@@ -260,9 +269,11 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention with dropout.
+    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention
+    with dropout.
 
-    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same without dropping anything.
+    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same without dropping
+    anything.
     """
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:

@@ -1,12 +1,12 @@
 """Start-up proof: the loss in force is the one that was configured.
 
-Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook, its
-aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
+Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook,
+its aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
 denominator or an option that stopped having an effect shows here, not after a day.
 
-The same toy batches answer two questions that the exact update asks: does the loss vanish where the advantage is 0 (else no
-row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)? ``part_questions`` asks the
-parts of a team more.
+The same toy batches answer two questions that the exact update asks: does the loss vanish where the advantage is 0
+(else no row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)?
+``part_questions`` asks the parts of a team more.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0
 def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75, 0.5, -0.4)) -> TokenBatch:
     """Four rows of up to four tokens in float64. Touches no random state.
 
-    Token ratios reach from e^-0.9 to e^2 and row means from -0.4 to 0.9, with either sign of the advantage, so that every
-    clip, two-sided bound and weight bound in use cuts somewhere.
+    Token ratios reach from e^-0.9 to e^2 and row means from -0.4 to 0.9, with either sign of the advantage, so that
+    every clip, two-sided bound and weight bound in use cuts somewhere.
     """
     logps = torch.tensor(
         [[-0.3, -1.2, -0.7, -2.0], [-0.9, -0.1, -1.5, 0.0], [-0.4, -2.2, 0.0, 0.0], [-1.1, -0.6, 0.0, 0.0]],
@@ -178,7 +178,8 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """The formula over single floats, by loops; ``None`` where the surrogate or the aggregation has not written it out."""
+    """The formula over single floats, by loops; ``None`` where the surrogate or the aggregation has not written it
+    out."""
     push, average = _literal_of(objective.surrogate), _literal_of(objective.aggregate)
     if push is None or average is None:
         return None
@@ -196,7 +197,8 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
 
 
 def _literal_of(part: Any) -> Any:
-    """The formula of a part, if it is of this very class or function: a subclass that changes the tensors has not written it out."""
+    """The formula of a part, if it is of this very class or function: a subclass that changes the tensors has not
+    written it out."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
     return part.literal if ours is None and "literal" in vars(type(part)) else ours
 

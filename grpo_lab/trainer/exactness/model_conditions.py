@@ -1,9 +1,10 @@
-"""What of the model itself stands in the exact update's way: randomness in the forward, layers that mix rows, positions.
+"""What of the model itself stands in the exact update's way: randomness in the forward, layers that mix rows,
+positions.
 
-The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise, whatever the
-model family calls them. The second does not trust names: in the first optimizer step the random number generators are looked
-at before and after a forward (``RandomnessWatch``), since a forward that is a function of its inputs does not move them. What torch's
-dropout draws may be told apart (``mask_probe``).
+The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
+whatever the model family calls them. The second does not trust names: in the first optimizer step the random number
+generators are looked at before and after a forward (``RandomnessWatch``), since a forward that is a function of its
+inputs does not move them. What torch's dropout draws may be told apart (``mask_probe``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def dropout_rate(model: nn.Module) -> float:
 
 
 def shared_dropout_rate(model: nn.Module) -> float:
-    """Largest drop probability of what rows share: ranks or whole modules of an adapter (PEFT's LoHa, LoKr), channels."""
+    """Largest drop probability of what rows share: ranks or whole modules of an adapter (PEFT's LoHa, LoKr),
+    channels."""
     modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
     return max([0.0, *modules, *(rate for name, rate in _rates(model) if _SHARED.search(name))])
 
@@ -48,19 +50,24 @@ def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
 
 
 def layer_drop_rate(model: nn.Module) -> float:
-    """Largest probability with which a whole layer is skipped in training (OPT, BioGPT, BART: ``layerdrop``; drop path)."""
+    """Largest probability with which a whole layer is skipped in training (OPT, BioGPT, BART: ``layerdrop``; drop
+    path)."""
     return max([0.0, *(rate for name, rate in _rates(model) if _LAYER_DROP.search(name))])
 
 
 def router_noise(model: nn.Module) -> float:
-    """Largest noise on the router's or experts' inputs in training (Mixtral, Switch: ``jitter_noise``; DBRX: ``moe_jitter_eps``)."""
+    """Largest noise on the router's or experts' inputs in training (Mixtral, Switch: ``jitter_noise``; DBRX:
+    ``moe_jitter_eps``)."""
     return max([0.0, *(rate for name, rate in _rates(model) if _NOISE.search(name))])
 
 
 def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
     """What makes a row's output depend on the other rows of its batch, "" where nothing does."""
     if mixed_precision == "fp8":
-        return "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; bf16 does not)"
+        return (
+            "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; "
+            "bf16 does not)"
+        )
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"the model has batch norm ({type(module).__name__}; no setting changes that)"
@@ -70,11 +77,15 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Why bins cannot hand in the positions that stock has, which are the row's place in TRL's padding; "" where they can."""
+    """Why bins cannot hand in the positions that stock has, which are the row's place in TRL's padding; "" where they
+    can."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
-            return f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA keeps them)"
+            return (
+                f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA "
+                "keeps them)"
+            )
     for module in model.modules():
         if isinstance(module, nn.Embedding) and "attention_mask" in signature(module.forward).parameters:
             return "the model counts learned positions from the attention mask (OPT, BioGPT; no setting changes that)"
@@ -98,10 +109,10 @@ def position_limit(model: nn.Module) -> int | None:
 def padding_reaches_state(model: nn.Module) -> bool:
     """Whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded it.
 
-    transformers marks models that carry a state from token to token (``_is_stateful``). Those that zero padding on its way into the
-    state do it by one function, ``apply_mask_to_padding_states`` (Mamba and its hybrids, gated DeltaNet: Qwen3.5, Qwen3-Next);
-    those without it let padding through (RWKV, RecurrentGemma, xLSTM, DeepSeek-V4's compressor). A model that masks its
-    state by other means counts here, too: the price is a slower update, not a wrong one.
+    transformers marks models that carry a state from token to token (``_is_stateful``). Those that zero padding on its
+    way into the state do it by one function, ``apply_mask_to_padding_states`` (Mamba and its hybrids, gated DeltaNet:
+    Qwen3.5, Qwen3-Next); those without it let padding through (RWKV, RecurrentGemma, xLSTM, DeepSeek-V4's compressor).
+    A model that masks its state by other means counts here, too: the price is a slower update, not a wrong one.
     """
     stateful = [module for module in model.modules() if getattr(module, "_is_stateful", False)]
     homes = {type(module).__module__ for module in stateful}
@@ -109,7 +120,8 @@ def padding_reaches_state(model: nn.Module) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads them."""
+    """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads
+    them."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 

@@ -1,10 +1,10 @@
 """Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
 
-The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of a row
-depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in pairs, in
-reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since what it answers may
-follow a schedule. Asking leaves no trace (``StateWatch``): random states and the part's own state are put back, and a part that touched
-either is one whose value depends on how often it is called.
+The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
+a row depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in
+pairs, in reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since
+what it answers may follow a schedule. Asking leaves no trace (``StateWatch``): random states and the part's own state
+are put back, and a part that touched either is one whose value depends on how often it is called.
 
 What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
 """
@@ -64,9 +64,9 @@ LIBRARIES = (
 class StateWatch:
     """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
 
-    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of those that they
-    hold), closures, and module variables that a function names, as far as they are numbers, texts, tensors, or
-    small lists, sets and dictionaries of such.
+    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of
+    those that they hold), closures, and module variables that a function names, as far as they are numbers, texts,
+    tensors, or small lists, sets and dictionaries of such.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -254,7 +254,10 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
             several = args.gradient_accumulation_steps > args.steps_per_generation
             if stock is None and not objective.local_denominator and not is_sum_over_rows(objective, several):
                 average = name_of(objective.aggregate)
-                stock = f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share micro-batches"
+                stock = (
+                    f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share "
+                    "micro-batches"
+                )
             elif stock is not None:
                 stock = f"{per_token}: {stock}"
         except Exception as error:

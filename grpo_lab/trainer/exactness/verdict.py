@@ -1,9 +1,8 @@
 """The one owner of the exact update's verdict: may TRL's batches be re-cut, may rows be left out, and if not, why.
 
 It puts one question to the loss in force (``part_questions``), to what the run is set to and the model is made of
-(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``, under dropout
-``mask_probe``). It is asked once per
-generation batch, before its forwards, and its answer stands until
+(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``, under
+dropout ``mask_probe``). It is asked once per generation batch, before its forwards, and its answer stands until
 
     the next generation batch         a callback may have changed the model or the run meanwhile
     the next optimizer step           where a part of the loss is a team's, whose answer may follow a schedule
@@ -43,12 +42,14 @@ if TYPE_CHECKING:
 
 
 _HOOK = "`token_loss` is the hook that keeps the exact update"
-#: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside its last ``compute_loss``
+#: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside
+#: its last ``compute_loss``
 AROUND: dict[str, str] = {
     "_compute_loss": f"makes the loss of TRL's micro-batches; {_HOOK}",
     "compute_loss": f"stands around the loss of each of TRL's micro-batches; {_HOOK}",
     "_get_per_token_logps_and_entropies": f"makes the log-probs of TRL's micro-batches; {_HOOK}",
-    "training_step": "runs the backward of TRL's micro-batches itself; around `super().training_step` it keeps the exact update",
+    "training_step": "runs the backward of TRL's micro-batches itself; around `super().training_step` it keeps the "
+    "exact update",
 }
 
 
@@ -56,8 +57,9 @@ AROUND: dict[str, str] = {
 class Verdict:
     """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
 
-    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news. ``draws``: the
-    forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches they are in.
+    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
+    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches
+    they are in.
     """
 
     stock: str | None
@@ -111,7 +113,8 @@ class StandingVerdict:
         self._watch.stop()
 
     def after_first_step(self) -> None:
-        """A forward that drew random numbers, for whatever reason, keeps TRL's batches from now on. A collective, the first time."""
+        """A forward that drew random numbers, for whatever reason, keeps TRL's batches from now on. A collective, the
+        first time."""
         if self._watch is None:
             return
         drawn, self._watch = self._watch.drawn_anywhere(self._trainer.accelerator), None

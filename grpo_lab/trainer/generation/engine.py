@@ -1,8 +1,9 @@
 """Where TRL's rollouts are completed by ours: engine options, a sync that is proven, the thinking budget.
 
-TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is built that
-class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and, where the engine packs
-its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own sync runs unchanged.
+TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is
+built that class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and,
+where the engine packs its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own
+sync runs unchanged.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
 
 def without_nan(generation: Any) -> None:
-    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new cache."""
+    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new
+    cache."""
     if generation.llm.faulty and not generation.enable_sleep_mode:
         clear_cache(worker_runner(generation.llm))
     generation.llm.faulty = False
@@ -137,8 +139,8 @@ class SyncProof:
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
         """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
 
-        A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven instead
-        (``strict``: an error in any case).
+        A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven
+        instead (``strict``: an error in any case).
         """
         trainer = self.trainer
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
@@ -202,7 +204,8 @@ class ProofWatch(TrainerCallback):  # type: ignore[misc]
         self.proof.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
         trainer.recorder.say(
-            f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: the engine may "
+            f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: "
+            "the engine may "
             f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
             + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
             key="logp difference",

@@ -1,7 +1,9 @@
-"""Prompts that do not fit the engine: found in the data before the first step where that can be, else named when they come.
+"""Prompts that do not fit the engine: found in the data before the first step where that can be, else named when they
+come.
 
-vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for ``max_completion_length``
-tokens; an engine in the process takes one that leaves room for any, and ends completions at its context.
+vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for
+``max_completion_length`` tokens; an engine in the process takes one that leaves room for any, and ends completions at
+its context.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def refuse_long(
         if len(ids) > context - room:
             text = "" if decode is None else f" (it begins {decode(list(ids[:60]))[:160]!r})"
             raise PromptTooLong(
-                f"a prompt of {len(ids)} tokens{text} leaves no room for {room} tokens of completion in the engine's context of "
+                f"a prompt of {len(ids)} tokens{text} leaves no room for {room} tokens of completion in the engine's "
+                "context of "
                 f"{context}: {advice(context, room)}"
             )
 
@@ -40,13 +43,15 @@ def refuse_long(
 def advice(context: int, room: int) -> str:
     """What to do about prompts that are too long."""
     return (
-        f"drop or shorten prompts of more than {context - room} tokens, lower `max_completion_length`, or give the engine a larger "
+        f"drop or shorten prompts of more than {context - room} tokens, lower `max_completion_length`, or give the "
+        "engine a larger "
         "context (`grpo-lab serve --max-model-len`, `rollout.engine.max_model_len`)"
     )
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """Prompts (token ids) of a generation must leave room in the engine's and in the model's context; a tight one is said once.
+    """Prompts (token ids) of a generation must leave room in the engine's and in the model's context; a tight one is
+    said once.
 
     Raises:
         ValueError: a prompt fills a context.
@@ -61,10 +66,11 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """Every prompt of the data sets must leave room in the engine's context; only rows that could be too long are tokenized.
+    """Every prompt of the data sets must leave room in the engine's context; only rows that could be too long are
+    tokenized.
 
-    Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a subclass that
-    tokenizes in its own way. Every rank looks at all rows, so all of them end together.
+    Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a
+    subclass that tokenizes in its own way. Every rank looks at all rows, so all of them end together.
 
     Raises:
         ValueError: names the rows.
@@ -85,7 +91,8 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
                 named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
                 more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
                 raise ValueError(
-                    f"`{setting}`: {named}{more} leave no room for {room} tokens of completion in the engine's context of "
+                    f"`{setting}`: {named}{more} leave no room for {room} tokens of completion in the engine's "
+                    "context of "
                     f"{generation.context} tokens: {advice(generation.context, room)}"
                 )
 
@@ -93,7 +100,8 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
     """(row, tokens) of the prompts with more than ``limit`` tokens.
 
-    A token stands for at least one byte, so a prompt of few bytes is short; what a chat template adds is measured on the first.
+    A token stands for at least one byte, so a prompt of few bytes is short; what a chat template adds is measured on
+    the first.
     """
     if len(prompts) == 0:
         return []

@@ -41,7 +41,8 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
         return dataset
     if dataset is None:
         raise ValueError(
-            f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the prompts): "
+            f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the "
+            "prompts): "
             "give a data set, or leave `sampler` out"
         )
     if not isinstance(dataset, Dataset):
@@ -68,7 +69,8 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
 
 
 def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The row of the data set that each completion belongs to; −1 where it is not known (evaluation, other samplers)."""
+    """The row of the data set that each completion belongs to; −1 where it is not known (evaluation, other
+    samplers)."""
     return [int(row.get(ROW_COLUMN, -1)) for row in inputs]
 
 
@@ -139,7 +141,8 @@ class PromptOrder:
             return
         if "sampler" not in saved.entries:
             raise ValueError(
-                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its {STATE}); resume with "
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its "
+                f"{STATE}); resume with "
                 "the settings of the run, or leave `sampler` out"
             )
         try:

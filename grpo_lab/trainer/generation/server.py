@@ -1,8 +1,8 @@
 """``vllm_mode: server`` inside the trainer: one process talks to the server, all of them learn how it went.
 
 TRL lets the main process talk to the server while the others wait for what it broadcasts; an error on the main process
-leaves them waiting. Here every talk ends in ``raise_together``: the same error on every rank at the same place, so that a
-checkpoint, which takes all of them, can be written before the run ends.
+leaves them waiting. Here every talk ends in ``raise_together``: the same error on every rank at the same place, so that
+a checkpoint, which takes all of them, can be written before the run ends.
 """
 
 from __future__ import annotations
@@ -111,8 +111,10 @@ def check_length(max_completion_length: int | None, client: LabVLLMClient) -> No
     context = client.context
     if max_completion_length is not None and max_completion_length >= context:
         raise ValueError(
-            f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a context of "
-            f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the completions"
+            f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a "
+            "context of "
+            f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the "
+            "completions"
         )
 
 
@@ -142,8 +144,9 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
 class KeptFailure:
     """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
 
-    So the main process still reaches the broadcast in which the others wait; the failure is raised after it, everywhere.
-    ``on_fault`` is given the ``EngineFault`` of log-probs that are not finite; unless it raises, completions come without them.
+    So the main process still reaches the broadcast in which the others wait; the failure is raised after it,
+    everywhere. ``on_fault`` is given the ``EngineFault`` of log-probs that are not finite; unless it raises,
+    completions come without them.
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
@@ -183,7 +186,8 @@ def prove(
 ) -> SyncGap:
     """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
 
-    ``tolerance(dtype of the server's weights)`` in nats per token. Raises ``WeightSyncError`` or ``EngineFault`` on every rank.
+    ``tolerance(dtype of the server's weights)`` in nats per token. Raises ``WeightSyncError`` or ``EngineFault`` on
+    every rank.
     """
     accelerator = generation.accelerator
     client = generation.vllm_client if accelerator.is_main_process else None
@@ -222,10 +226,11 @@ def differing(generation: Any, client: LabVLLMClient | None) -> list[TensorDiffe
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
-    """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go on.
+    """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go
+    on.
 
-    So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one rank's
-    own: with several ranks it ends the run without a checkpoint, which would take all of them.
+    So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one
+    rank's own: with several ranks it ends the run without a checkpoint, which would take all of them.
     """
     try:
         yield

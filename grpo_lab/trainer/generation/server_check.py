@@ -1,8 +1,8 @@
 """Whether a server serves the model that the trainer trains: asked before anything is sent to it.
 
-Weights can be sent; what they mean cannot. A server with another end-of-sequence id makes completions that never end, and the
-proof of the sync is perfect; one with other shapes fails in the middle of loading. Prompts are sent as token ids, so another chat
-template changes nothing that is sampled.
+Weights can be sent; what they mean cannot. A server with another end-of-sequence id makes completions that never end,
+and the proof of the sync is perfect; one with other shapes fails in the middle of loading. Prompts are sent as token
+ids, so another chat template changes nothing that is sampled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ logger = logging.getLogger("grpo_lab")
 def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
     """Compare the server's model with the trainer's; chat templates are told apart by a warning.
 
-    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out: it must cut a text as the
-    trainer's tokenizer does and end at the trainer's end-of-sequence ids; shapes are then not compared, and a warning says so.
+    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out: it must cut a
+    text as the trainer's tokenizer does and end at the trainer's end-of-sequence ids; shapes are then not compared, and
+    a warning says so.
 
     Raises:
         ValueError: other end-of-sequence ids, vocabulary, tokenization or parameter shapes; every difference is named.
@@ -40,7 +41,8 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     if not client.has_worker:
         _refuse(client, _tried_out(client, tokenizer, ends))
         logger.warning(
-            f"the vLLM server at {client.base_url} runs without grpo_lab's worker: shapes of its parameters were not compared with "
+            f"the vLLM server at {client.base_url} runs without grpo_lab's worker: shapes of its parameters were not "
+            "compared with "
             "the trainer's (`grpo-lab serve` starts one with it)"
         )
         return
@@ -50,7 +52,8 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     _refuse(client, [*mismatches(ours, theirs), *found])
     if theirs["chat_template"] != ours["chat_template"]:
         logger.warning(
-            f"the vLLM server at {client.base_url}: its chat template is not the trainer's (the trainer's is in force: prompts are "
+            f"the vLLM server at {client.base_url}: its chat template is not the trainer's (the trainer's is in "
+            "force: prompts are "
             "sent as token ids)"
         )
 
@@ -58,7 +61,8 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
 def _refuse(client: LabVLLMClient, found: list[str]) -> None:
     if found:
         raise ValueError(
-            f"the vLLM server at {client.base_url} serves another model than the trainer trains: {'; '.join(found)}. Start it from "
+            f"the vLLM server at {client.base_url} serves another model than the trainer trains: {'; '.join(found)}. "
+            "Start it from "
             "the folder that training starts from: `grpo-lab serve --model FOLDER`"
         )
 
@@ -116,7 +120,8 @@ def mismatches(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     found = []
     if theirs["end_ids"] != ours["end_ids"]:
         found.append(
-            f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ours['end_ids']} (generation_config.json and "
+            f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ours['end_ids']} "
+            "(generation_config.json and "
             "tokenizer): completions would not end where the trainer takes them to end"
         )
     if theirs["vocabulary_size"] != ours["vocabulary_size"]:

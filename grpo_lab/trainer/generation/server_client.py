@@ -71,7 +71,8 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     extension = (server.get("parallel_config") or {}).get("worker_extension_cls")
     if extension != WORKER_EXTENSION:
         raise ValueError(
-            f"{sides}, so the weights go through shared memory, but the server cannot read them (its worker extension is "
+            f"{sides}, so the weights go through shared memory, but the server cannot read them (its worker "
+            "extension is "
             f"{extension!r}): start it with `grpo-lab serve --model …`"
         )
     return way
@@ -164,7 +165,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
         except RequestRefused as refused:
             raise RuntimeError(
-                f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it with "
+                f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it "
+                "with "
                 f"`grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment): {refused}"
             ) from refused
         return dict(answer["vllm_config"])
@@ -204,8 +206,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every rank,
-        and merged adapters are unmerged at the end of it."""
+        """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every
+        rank, and merged adapters are unmerged at the end of it."""
         try:
             self._see_that_it_is_the_same()
             if self.way == "nccl":
@@ -232,7 +234,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise ServerGone(f"the vLLM server was started again since the last sync: {other}") from other
         if self.way == "nccl":
             raise ServerGone(
-                f"the vLLM server at {self.base_url} was started again since the last sync, without this run's NCCL group"
+                f"the vLLM server at {self.base_url} was started again since the last sync, without this run's NCCL "
+                "group"
             )
 
     def reset_prefix_cache(self) -> None:
@@ -240,10 +243,12 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs in it)."""
+        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs in
+        it)."""
         if self.has_worker and not self.courier.is_current():
             raise ServerGone(
-                f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or another run "
+                f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "
+                "another run "
                 "uses it too"
             )
 
@@ -271,7 +276,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return answer
 
     def generate_unscored(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The same, drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
+        """The same, drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as
+        JSON."""
         answer: dict[str, Any] = super().generate(*args, **{**kwargs, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]

@@ -1,12 +1,12 @@
 """A server that is lost in the middle of a run, and comes back: nothing is taken from it before its weights are proven.
 
-Whoever runs the server (systemd, Slurm, Kubernetes) starts it again; ``rollout.server.return_timeout`` waits for it. Then, on every
-rank at the same place: connect as at the start (is it this model), send all weights, prove them with the prompts of the generation
-that failed, and ask for that generation again. What cannot be had in time ends the run as a lost server does without the setting: a
-checkpoint, then ``ServerGone``.
+Whoever runs the server (systemd, Slurm, Kubernetes) starts it again; ``rollout.server.return_timeout`` waits for it.
+Then, on every rank at the same place: connect as at the start (is it this model), send all weights, prove them with the
+prompts of the generation that failed, and ask for that generation again. What cannot be had in time ends the run as a
+lost server does without the setting: a checkpoint, then ``ServerGone``.
 
-What is asked again are the same prompts, of the same policy. The completions are other samples than they would have been: the
-random numbers of the new server begin with its ``--seed``.
+What is asked again are the same prompts, of the same policy. The completions are other samples than they would have
+been: the random numbers of the new server begin with its ``--seed``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class ServerReturn:
         self.waits = settings.return_timeout or 0.0
         if generation.accelerator.num_processes > 1 and self.waits >= patience:
             raise ValueError(
-                f"a lost server is waited for {self.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait for each other "
-                f"{patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or lengthen the other"
+                f"a lost server is waited for {self.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait "
+                "for each other "
+                f"{patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or lengthen "
+                "the other"
             )
         self.generation, self.settings = generation, settings
         self._since = 0  # returns since the last generation
@@ -87,7 +89,8 @@ class ServerReturn:
         return answer
 
     def proof(self, prove: Callable[[], Proven], sync: Callable[[], None]) -> Proven:
-        """``prove()`` between two generations: a server that is lost in it is reconnected, sent the weights, and proven again."""
+        """``prove()`` between two generations: a server that is lost in it is reconnected, sent the weights, and proven
+        again."""
         try:
             return prove()
         except ServerGone as lost:

@@ -1,12 +1,13 @@
 """The thinking budget inside the trainer: TRL's rollouts, cut and continued.
 
-TRL lets a ``rollout_func`` make the completions and marks, in its ``env_mask``, which of their tokens the policy wrote. With
-``rollout.thinking_budget`` the trainer gets such a function (``ThinkingRollout``). It calls TRL's own generation up to three
-times with another length limit (``rollouts.thinking_budget``), so every engine that TRL drives is driven by TRL here, too.
+TRL lets a ``rollout_func`` make the completions and marks, in its ``env_mask``, which of their tokens the policy wrote.
+With ``rollout.thinking_budget`` the trainer gets such a function (``ThinkingRollout``). It calls TRL's own generation
+up to three times with another length limit (``rollouts.thinking_budget``), so every engine that TRL drives is driven by
+TRL here, too.
 
-From there on all is TRL's: ``env_mask`` becomes ``tool_mask``, which multiplies the loss, the sampler correction and every
-denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as context. Their sampler log-probs are
-NaN: a use of them would show.
+From there on all is TRL's: ``env_mask`` becomes ``tool_mask``, which multiplies the loss, the sampler correction and
+every denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as context. Their sampler
+log-probs are NaN: a use of them would show.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     for name, value in taken.items():
         if value:
             raise ValueError(
-                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its own; "
+                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its "
+                "own; "
                 "leave one of them out"
             )
     budget = ThinkingBudget.for_tokenizer(
@@ -89,9 +91,9 @@ class ThinkingRollout:
 def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Continue:
     """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation, whichever engine it drives.
 
-    The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows that go on
-    differ even within a group and are asked for one by one. A rank without such rows completes the batch's first prompt in
-    vain, so that ranks stay in step.
+    The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows
+    that go on differ even within a group and are asked for one by one. A rank without such rows completes the batch's
+    first prompt in vain, so that ranks stay in step.
     """
 
     def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
@@ -113,8 +115,9 @@ def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) 
 
 
 def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """How many rows this rank must hand in. An engine that ranks share (tensor parallel, server) is given as many by each;
-    otherwise a rank takes part with one where others have any (sharded weights are gathered by all ranks together)."""
+    """How many rows this rank must hand in. An engine that ranks share (tensor parallel, server) is given as many by
+    each; otherwise a rank takes part with one where others have any (sharded weights are gathered by all ranks
+    together)."""
     if trainer.accelerator.num_processes == 1:
         return rows
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())

@@ -5,8 +5,8 @@
     nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
     sampling/*  of a generation batch at a time
 
-A bin holds rows of several micro-batches; ``Origin`` says whose they are. All that this package knows of the second definition
-stands here.
+A bin holds rows of several micro-batches; ``Origin`` says whose they are. All that this package knows of the second
+definition stands here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Metrics as results: a mean is a (sum, count) pair until the moment it is logged.
 
 Pairs accumulate on the device; once per optimizer step one collective adds them up over ranks. Nothing asks the device
-for a number (``.item()``) before ``read``. A mean goes over all tokens (or rows, groups) since the last log; with ``objective`` unset
-TRL's own definition is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever records hands over values, masks and which
-micro-batch each row was of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
+for a number (``.item()``) before ``read``. A mean goes over all tokens (or rows, groups) since the last log; with
+``objective`` unset TRL's own definition is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever
+records hands over values, masks and which micro-batch each row was of (``Origin``); what is made of them is the book's.
+``docs/metrics.md`` lists every metric.
 
-``by_length``: how the sampler correction π_trainer/π_sampler goes with completion length (docs/algorithms/sampler_correction.md).
+``by_length``: how the sampler correction π_trainer/π_sampler goes with completion length
+(docs/algorithms/sampler_correction.md).
 """
 
 from __future__ import annotations
@@ -73,12 +75,14 @@ class MetricBook:
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]`` (``_places``)."""
+        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]``
+        (``_places``)."""
         pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
     def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """The same for a pair that every rank computed from the same gathered table: taken once, not added up over ranks."""
+        """The same for a pair that every rank computed from the same gathered table: taken once, not added up over
+        ranks."""
         self._settle(name, _pair(total, count))
 
     def add_extreme(self, name: str, how: str, values: Tensor) -> None:
@@ -178,7 +182,7 @@ class MetricBook:
         pair = pairs.sum(0)
         self._total[name] = self._total[name] + pair.to(self._total[name].device) if name in self._total else pair
 
-    # -- what a definition of means decides (``metrics.as_trl`` has the other one) --------------------------------------
+    # -- what a definition of means decides (``metrics.as_trl`` has the other one) -------------------------------------
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
         """bool like ``values``: what is counted."""
@@ -205,7 +209,8 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
 
 @contextlib.contextmanager
 def unrecorded(trainer: Any) -> Iterator[None]:
-    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is asked about."""
+    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is
+    asked about."""
     trls, ours = trainer._metrics, trainer.recorder.books
     trainer._metrics = {mode: defaultdict(list) for mode in trls}
     trainer.recorder.books = {mode: type(book)() for mode, book in ours.items()}
@@ -222,7 +227,8 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         dead: bool ``[groups]``, all rewards of the group equal.
         lengths: tokens that the policy made ``[N]`` (no tool output), as TRL's ``completions/mean_length`` counts them.
         truncated: bool ``[N]``, ended by the length limit.
-        correct: ``[N]`` scores of the correctness reward, where the run has one; correct from ``CORRECT_FROM`` on, NaN unscorable.
+        correct: ``[N]`` scores of the correctness reward, where the run has one; correct from ``CORRECT_FROM`` on, NaN
+            unscorable.
     """
     book.add_alike("groups/dead_share", dead.sum(), dead.numel())
     book.add_alike("completions/truncated_share", truncated.sum(), truncated.numel())
@@ -259,7 +265,8 @@ def length_quartiles(lengths: Tensor) -> Tensor:
 
 
 def kept_by_bounds(weights: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
-    """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the bound)."""
+    """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the
+    bound)."""
     if mode.endswith("mask"):
         return weights != 0
     kept = torch.ones_like(weights, dtype=torch.bool)

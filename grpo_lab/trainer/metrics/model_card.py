@@ -1,7 +1,8 @@
 """The README that TRL writes beside a model, saying what was trained.
 
-TRL's card names the trainer's family ("trained with GRPO") with the paper of 2024, and the base model only where it is a name
-on the hub. Here the algorithm in force, its source and the rewards stand there, and a local model is called that.
+TRL's card names the trainer's family ("trained with GRPO") with the paper of 2024, and the base model only where it is
+a name on the hub. Here the algorithm in force, its source and the rewards stand there, and a local model is called
+that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ NO_HUB_NAME = 'model="None"'
 
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
-    """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is completed."""
+    """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is
+    completed."""
     method = f"grpo_lab ({trainer.algorithm.with_hooks(trainer).describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
         yield

@@ -1,4 +1,5 @@
-"""What is said while a run trains: one line of progress in place of HF's dictionary of metrics, and whether it is working.
+"""What is said while a run trains: one line of progress in place of HF's dictionary of metrics, and whether it is
+working.
 
 Both read the log and change nothing of it. The command line's runs have them, and a team's where `objective` is set.
 """
@@ -26,7 +27,8 @@ EVERY = 20
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log; an evaluation gets a line of its own."""
+    """HF's bar with the last reward and length in it, in place of a dictionary per log; an evaluation gets a line of
+    its own."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)

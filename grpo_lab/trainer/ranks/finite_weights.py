@@ -1,4 +1,5 @@
-"""Weights that are not finite, on any rank: looked for where a training begins, before each generation, and before what it made is saved."""
+"""Weights that are not finite, on any rank: looked for where a training begins, before each generation, and before what
+it made is saved."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
 
 
 def names_of_bad(trainer: Any) -> str | None:
-    """Which tensors hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank, in words; None where
-    none does. One number is read, and sent.
+    """Which tensors hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank, in
+    words; None where none does. One number is read, and sent.
     """
     found = {name: _here(one) for name, one in trainer.model.named_parameters()}
     buffers = {name: _here(one) for name, one in trainer.model.named_buffers()}

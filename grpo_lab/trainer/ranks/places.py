@@ -1,6 +1,7 @@
 """Where this process is: in words (``at``), and in lines of code. No collective, no clock but this process's own.
 
-The places are those of the thread that trains. An error of torch's that means "the others did not come" leaves a place as ``RankLost``.
+The places are those of the thread that trains. An error of torch's that means "the others did not come" leaves a place
+as ``RankLost``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def at(name: str) -> Iterator[None]:
 
 
 def how_it_broke(error: RuntimeError) -> str | None:
-    """``late``: the time limit passed; ``gone``: the other end closed; None for any other error, and for one already told."""
+    """``late``: the time limit passed; ``gone``: the other end closed; None for any other error, and for one already
+    told."""
     text = str(error)
     if isinstance(error, RankLost) or not any(word in text for word in OF_TORCH):
         return None
@@ -86,7 +88,8 @@ def seconds_here() -> float:
 
 
 def line_of(thread: int) -> tuple[str, bool]:
-    """The innermost line of a thread that is somebody's own work, and whether it waits inside of ``torch.distributed``."""
+    """The innermost line of a thread that is somebody's own work, and whether it waits inside of
+    ``torch.distributed``."""
     frame: FrameType | None = sys._current_frames().get(thread)
     waits = False
     while frame is not None:

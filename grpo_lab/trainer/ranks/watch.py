@@ -1,12 +1,13 @@
 """Who is missing: a thread on each rank says where the rank is, and names the missing one when the others wait in vain.
 
-half of `ddp_timeout` at one place     a warning on each rank that has been there so long
-nine tenths                            again (with NCCL the process is then ended by NCCL's own watchdog)
-the end                                ``RankLost`` where torch raises: gloo, and NCCL with ``TORCH_NCCL_BLOCKING_WAIT=1``
+half of `ddp_timeout` at one place     a warning on each rank that has been there so long nine tenths
+again (with NCCL the process is then ended by NCCL's own watchdog) the end                                ``RankLost``
+where torch raises: gloo, and NCCL with ``TORCH_NCCL_BLOCKING_WAIT=1``
 
-Each rank writes one short text every few seconds into the store through which the ranks found each other, through a client of its own
-(torch's may be held by whoever waits in it); it is read when something is wrong, and a step sends nothing. ``ddp_timeout`` holds on CPU
-ranks, too: transformers 5.17 hands it to torch only where there is an accelerator.
+Each rank writes one short text every few seconds into the store through which the ranks found each other, through a
+client of its own (torch's may be held by whoever waits in it); it is read when something is wrong, and a step sends
+nothing. ``ddp_timeout`` holds on CPU ranks, too: transformers 5.17 hands it to torch only where there is an
+accelerator.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class RankWatch:
             what = f"{here} lost the connection to another rank {where}"
             then = "A rank that ended has its own error in its log, and it comes first"
         self._write()
-        return f"{what}. {self.others()}. {then}. The run goes on from its last checkpoint with --resume. torch says: {said}"
+        return (
+            f"{what}. {self.others()}. {then}. The run goes on from its last checkpoint with --resume. torch "
+            f"says: {said}"
+        )
 
     def others(self) -> str:
         """Where the other ranks are: those that do not wait first, since one of them is missing."""
@@ -171,14 +175,16 @@ def hold_time_limit(args: Any) -> None:
     """
     if not isinstance(args.ddp_timeout, (int, float)) or args.ddp_timeout <= 0:
         raise ValueError(
-            f"`ddp_timeout` is {args.ddp_timeout!r}; it must be a positive number of seconds (how long ranks wait for each other)"
+            f"`ddp_timeout` is {args.ddp_timeout!r}; it must be a positive number of seconds (how long ranks wait "
+            "for each other)"
         )
     if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
         distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
 
 
 class RankAwareTrainer(GRPOTrainer):
-    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that are not finite."""
+    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that
+    are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with RankWatch(self), at("training"):

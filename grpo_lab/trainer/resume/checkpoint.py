@@ -1,16 +1,17 @@
 """A checkpoint is there whole, under its name, or not at all: whoever reads the folder never meets half of one.
 
-transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, the shards of every rank) goes
-into ``_saving/checkpoint-N``; when all ranks are done the list of files (``grpo_lab_checkpoint.json``) is written, all of it brought to
-the disk, and the folder moved to its name: one rename. After that come the push to the hub and the pruning of old ones. On nodes that
-share no file system each node's first process moves what lies on its own disk.
+transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, the shards of
+every rank) goes into ``_saving/checkpoint-N``; when all ranks are done the list of files (``grpo_lab_checkpoint.json``)
+is written, all of it brought to the disk, and the folder moved to its name: one rename. After that come the push to the
+hub and the pruning of old ones. On nodes that share no file system each node's first process moves what lies on its own
+disk.
 
-A rank that cannot write stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints are as they were. With FSDP
-or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside a collective of the saving
-itself: there the rank's error ends its process, and the launcher ends the rest.
+A rank that cannot write stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints are as they
+were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside
+a collective of the saving itself: there the rank's error ends its process, and the launcher ends the rest.
 
-HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) stands in the file under its
-name (``picklable``); the script that resumes brings the part.
+HF pickles ``args`` with every save. A part given as an object that cannot be pickled (a lambda, a closure) stands in
+the file under its name (``picklable``); the script that resumes brings the part.
 """
 
 from __future__ import annotations
@@ -85,14 +86,16 @@ def save_final(trainer: Any, folder: Path) -> None:
             else f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
         )
         raise CheckpointNotWritten(
-            f"the trained model could not be written to {folder}{_room(folder)}: {type(error).__name__}: {error}. Mend that (room on the "
+            f"the trained model could not be written to {folder}{_room(folder)}: {type(error).__name__}: {error}. "
+            "Mend that (room on the "
             f"disk, the folder's permissions); {kept}"
         ) from error
 
 
 @at("checkpoint")
 def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
-    """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every rank.
+    """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every
+    rank.
 
     Raises:
         CheckpointNotWritten: on every rank where one of them could not write.
@@ -133,7 +136,8 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
 
 
 def _has_collectives(trainer: Any) -> bool:
-    """Whether stock's saving is one that a rank cannot leave in the middle: shards, or the barrier before the best one is named."""
+    """Whether stock's saving is one that a rank cannot leave in the middle: shards, or the barrier before the best one
+    is named."""
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     return bool(trainer.accelerator.num_processes > 1 and (sharded or trainer.state.best_global_step))
 
@@ -152,13 +156,15 @@ def _refuse_not_finite(
         shutil.rmtree(partial.parent, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     raise NumbersError(
-        f"the checkpoint of step {step_of(place)} is not kept: {problem}. Look at the optimizer (`learning_rate`, `adam_epsilon`, weights "
+        f"the checkpoint of step {step_of(place)} is not kept: {problem}. Look at the optimizer (`learning_rate`, "
+        "`adam_epsilon`, weights "
         f"in fp16), then `grpo-lab train … --resume`: earlier checkpoints are as they were, {_newest(place.parent)}"
     )
 
 
 def _prune(trainer: Any, run: str) -> None:
-    """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look whole."""
+    """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look
+    whole."""
     best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
         left = Path(run) / SAVING / going.name
@@ -168,10 +174,11 @@ def _prune(trainer: Any, run: str) -> None:
 
 
 def surplus(run: str, limit: int | None, best: str | None, step: int) -> list[Path]:
-    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the newest or the best.
+    """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the
+    newest or the best.
 
-    It asks the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's, are of an earlier training,
-    and the oldest; the others are as old as their steps say.
+    It asks the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's, are of an
+    earlier training, and the oldest; the others are as old as their steps say.
     """
     found = [place for place in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if place.is_dir() and step_of(place) >= 0]
     ordered = sorted(found, key=lambda place: (step_of(place) <= step, step_of(place))) if limit and limit > 0 else []
@@ -203,8 +210,10 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
 
 def _said(place: Path, problem: str) -> str:
     return (
-        f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under that name, earlier checkpoints are "
-        f"as they were; {_newest(place.parent)}. Mend that (room on the disk, the folder's permissions, `output_dir`, `save_total_limit`) and go on: "
+        f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under "
+        "that name, earlier checkpoints are "
+        f"as they were; {_newest(place.parent)}. Mend that (room on the disk, the folder's permissions, "
+        "`output_dir`, `save_total_limit`) and go on: "
         "`grpo-lab train … --resume`"
     )
 

@@ -1,14 +1,17 @@
-"""Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the checkpoint.
+"""Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the
+checkpoint.
 
 A generation batch serves ``steps_per_generation · num_iterations`` micro-batches E, of which a step takes
-``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are still to be
-trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the prompts of the batch again
-with a newer policy, trains on them for E micro-batches more, and every later generation is shifted.
+``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are
+still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the
+prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is
+shifted.
 
-Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss since the last log.
-Inside a batch each rank writes its micro-batches beside it (``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and
-a description in JSON (``flattened``). A tensor that stands in several places (``num_items_in_batch``) is stored once and is one object
-again afterwards: the exact update asks by ``is`` whether micro-batches come from one generation batch.
+Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss
+since the last log. Inside a batch each rank writes its micro-batches beside it
+(``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and a description in JSON (``flattened``). A
+tensor that stands in several places (``num_items_in_batch``) is stored once and is one object again afterwards: the
+exact update asks by ``is`` whether micro-batches come from one generation batch.
 
     the entry fits the run       goes on where the checkpoint was written: same weights, losses and metrics
     no entry                     (stock TRL, an early version) one warning if it is inside a batch; then as TRL does
@@ -47,8 +50,8 @@ def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """``value`` → (description for ``json.dumps``, tensors on the CPU by key).
 
     Raises:
-        ValueError: something in it is neither a plain tensor, None, bool, number, string, list, tuple nor a dict with string
-            keys; the message says where it stands and what it is.
+        ValueError: something in it is neither a plain tensor, None, bool, number, string, list, tuple nor a dict with
+            string keys; the message says where it stands and what it is.
     """
     tensors: dict[str, Tensor] = {}
     keys: dict[int, str] = {}
@@ -150,8 +153,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     def _begin(self, resumed: bool) -> None:
         """A training begins with nothing of an earlier one of this trainer (broken off by an error, Ctrl-C, SIGTERM).
 
-        One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the generation batch
-        that was open.
+        One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the
+        generation batch that was open.
         """
         trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
         self._begun, self._loss = trainer.state, None
@@ -169,7 +172,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """This rank's rows into a checkpoint folder, and the record's entry; called on every rank. What cannot be written is warned of."""
+        """This rank's rows into a checkpoint folder, and the record's entry; called on every rank. What cannot be
+        written is warned of."""
         trainer, place = self.trainer, Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -179,7 +183,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         problem = next((words for words, _ in told if words is not None), None)
         if problem is not None:
             trainer.recorder.say(
-                f"{place} is inside a generation batch that could not be written ({problem}): a resume from this checkpoint "
+                f"{place} is inside a generation batch that could not be written ({problem}): a resume from this "
+                "checkpoint "
                 "generates the batch again and trains the rest of its micro-batches on that",
                 key=f"generation buffer: {problem}",
                 level=logging.WARNING,
@@ -225,7 +230,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _window(self, losses: list[float]) -> dict[str, Any] | None:
-        """Metrics and loss (per rank) since the last log; None inside an optimizer step, which the resumed run repeats."""
+        """Metrics and loss (per rank) since the last log; None inside an optimizer step, which the resumed run
+        repeats."""
         trainer = self.trainer
         if trainer._step != self._done:
             return None
@@ -237,7 +243,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _completions(self) -> dict[str, Any] | None:
-        """What the next completions table (``log_completions``) shows; None without it, and where it is more than text."""
+        """What the next completions table (``log_completions``) shows; None without it, and where it is more than
+        text."""
         logs = self.trainer._logs
         if not self.trainer.log_completions:
             return None
@@ -264,7 +271,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         worst = max(verdicts, key=lambda pair: ("fits", "absent", "changed", "broken").index(pair[0]))
         if worst[0] == "broken":
             raise ValueError(
-                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or take the entry `generation` out of its {STATE} to "
+                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or take the entry `generation` out "
+                f"of its {STATE} to "
                 "resume as TRL does, which generates that batch again"
             )
         if worst[0] == "fits":
@@ -308,8 +316,10 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             return ""
         whole = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
         return (
-            f"{checkpoint} was written inside a generation batch and {why}. As in stock TRL, that batch's prompts are generated "
-            f"again and trained on for {every} micro-batches, and generations after it come {past} micro-batches late; a "
+            f"{checkpoint} was written inside a generation batch and {why}. As in stock TRL, that batch's prompts "
+            "are generated "
+            f"again and trained on for {every} micro-batches, and generations after it come {past} micro-batches "
+            "late; a "
             f"checkpoint at a multiple of {whole} optimizer steps has no such loss"
         )
 
@@ -323,7 +333,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 carried.policy_version = torch.full((len(carried.fields["prompt_ids"]),), written_by)
         if entry["left_out"] is not None:
             trainer.recorder.say(
-                f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch ({entry['left_out']}): "
+                f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch "
+                f"({entry['left_out']}): "
                 "the batch is generated again, and the rest of its micro-batches are trained on that",
                 level=logging.WARNING,
             )

@@ -1,12 +1,13 @@
-"""Where a training goes on: in the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
+"""Where a training goes on: in the order of its epoch, with the checkpoint's random numbers, and not beyond its last
+step.
 
-TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run begins with the first of
-them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and others not at all. Here as many are
-drawn as epochs are over.
+TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run
+begins with the first of them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and
+others not at all. Here as many are drawn as epochs are over.
 
-transformers 5.17 makes one step more where a checkpoint has all steps already (its data loader begins before it counts). Here nothing
-is trained then: a finished run that is resumed stays where it is, to the bit. Callbacks hear of a beginning and an end, and
-``train_loss`` is that of the log.
+transformers 5.17 makes one step more where a checkpoint has all steps already (its data loader begins before it
+counts). Here nothing is trained then: a finished run that is resumed stays where it is, to the bit. Callbacks hear of a
+beginning and an end, and ``train_loss`` is that of the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A reference that has moved, in the checkpoint: TRL saves only the policy, and a resumed run would be pulled to the start model again.
+"""A reference that has moved, in the checkpoint: TRL saves only the policy, and a resumed run would be pulled to the
+start model again.
 
-``grpo_lab_reference/00000.safetensors``, … hold its weights, of any number of ranks: sharded ones are put together, piece by piece.
-The record (``state.py``) says whether it has moved, and how many pieces there are.
+``grpo_lab_reference/00000.safetensors``, … hold its weights, of any number of ranks: sharded ones are put together,
+piece by piece. The record (``state.py``) says whether it has moved, and how many pieces there are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ PIECE = 2 << 30
 def save_reference(
     checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
 ) -> dict[str, Any]:
-    """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of them.
+    """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of
+    them.
 
     Args:
         tensors: by name; ``None``: it has not moved, which is an answer, too.
@@ -50,10 +52,12 @@ def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor]
     """Put the saved weights into this run's reference, whole or sharded, to the bit.
 
     Args:
-        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference, nothing is read.
+        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference,
+            nothing is read.
 
     Returns:
-        Whether it had moved when the checkpoint was written (then it has been loaded); ``None``: the checkpoint does not say.
+        Whether it had moved when the checkpoint was written (then it has been loaded); ``None``: the checkpoint does
+        not say.
 
     Raises:
         ValueError: a file is damaged or missing, or of another model.

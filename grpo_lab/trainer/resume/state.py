@@ -7,8 +7,8 @@
     without_moments  weights for which FSDP2's optimizer holds nothing
     training         a supervised training's losses, metrics and tokens up to now
 
-What is JSON is here, tensors are safetensors files beside it, nothing is pickled. Earlier releases wrote a file for each entry; a
-checkpoint without a record is read from those.
+What is JSON is here, tensors are safetensors files beside it, nothing is pickled. Earlier releases wrote a file for
+each entry; a checkpoint without a record is read from those.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class SavedState:
         except (ValueError, KeyError, TypeError) as error:
             why = str(error) if isinstance(error, ValueError) else repr(error)
             raise ValueError(
-                f"`resume_from_checkpoint`: the entry `{name}` of {self.checkpoint / STATE} cannot be used ({why}); take another "
+                f"`resume_from_checkpoint`: the entry `{name}` of {self.checkpoint / STATE} cannot be used ({why}); "
+                "take another "
                 f"checkpoint, or take the entry out: {without}"
             ) from error
 
@@ -110,7 +111,8 @@ def load_state(checkpoint: str | os.PathLike[str]) -> SavedState:
     problem = next((words for words in gather_object([problem]) if words is not None), None)
     if problem is not None:
         raise ValueError(
-            f"`resume_from_checkpoint`: {problem}; take another checkpoint, or remove the file to resume as stock TRL does"
+            f"`resume_from_checkpoint`: {problem}; take another checkpoint, or remove the file to resume as stock "
+            "TRL does"
         )
     return found
 

@@ -7,18 +7,20 @@
     a stop file             always: ``stop_file``, else ``STOP`` in ``output_dir``           it returns; the file is removed
     ``max_hours``             where it is set: hours of this process, from its start       it returns
 
-Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the optimizer step, after
-its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is written, at its end. An evaluation that is
-due at that step is the resumed run's (``due_evaluation``). With several ranks one that was asked is enough. A second Ctrl-C ends at once, without
-a checkpoint; so does, in a run of one process, a signal while the trainer waits for a server, with a checkpoint of the last step. A stop file
-that is older than the process is of an earlier run: a training that begins at its first step removes it.
+Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the
+optimizer step, after its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is
+written, at its end. An evaluation that is due at that step is the resumed run's (``due_evaluation``). With several
+ranks one that was asked is enough. A second Ctrl-C ends at once, without a checkpoint; so does, in a run of one
+process, a signal while the trainer waits for a server, with a checkpoint of the last step. A stop file that is older
+than the process is of an earlier run: a training that begins at its first step removes it.
 
-HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its events is next: before the optimizer's step, where a resume
-has other completions, or before that step is logged. Ours takes its place.
+HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its events is next: before the optimizer's
+step, where a resume has other completions, or before that step is logged. Ours takes its place.
 
-An evaluation that was due at that step would have come before the checkpoint and drawn from training's random numbers. The checkpoint
-comes first and says that one is due; the resumed run makes it as soon as it has the checkpoint's random numbers. The same of
-``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last step is written before the evaluation.
+An evaluation that was due at that step would have come before the checkpoint and drawn from training's random numbers.
+The checkpoint comes first and says that one is due; the resumed run makes it as soon as it has the checkpoint's random
+numbers. The same of ``eval_strategy: epoch`` with ``save_strategy: steps``, whose checkpoint of the last step is
+written before the evaluation.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         self._made_at = state.global_step
 
     def leave_out_the_epochs(self, args: Any, state: Any) -> bool:
-        """At the last step of an epoch: ``eval_strategy: epoch`` would have one when the step is over. Whether it is left out."""
+        """At the last step of an epoch: ``eval_strategy: epoch`` would have one when the step is over. Whether it is
+        left out."""
         found = self._epochs_is_ahead(args, state)
         self.left_out |= found
         return found
@@ -154,7 +157,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         self._asked: str | None = None  # this process
         self._saved: int | None = None  # step of the newest checkpoint of this training
 
-    # -- who asks --------------------------------------------------------------------------------------------------------
+    # -- who asks ------------------------------------------------------------------------------------------------------
 
     def _heard(self, number: int, frame: Any) -> None:
         """The handler: a note, and the step goes on."""
@@ -209,7 +212,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         limit = getattr(args, "max_hours", None)
         return MAX_HOURS if limit is not None and hours_of_this_process() >= limit else ""
 
-    # -- HF's events -----------------------------------------------------------------------------------------------------
+    # -- HF's events ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget()
@@ -219,7 +222,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             self._before = handle(self._heard, signal.SIGINT, *self.signals)
 
     def _without_an_earlier_runs_file(self, args: Any, state: Any) -> None:
-        """It came too late for the run that it was meant for; one that came while this process was set up is meant for this one."""
+        """It came too late for the run that it was meant for; one that came while this process was set up is meant for
+        this one."""
         file = stop_file(args)
         if args.process_index or state.global_step or not file.exists():
             return
@@ -269,7 +273,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if args.process_index == 0:
             logger.warning("%s: %s", self.reason, kept(folder, state.global_step))
 
-    # -- the end ---------------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
         """The handlers as they were."""
@@ -284,7 +288,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Around ``train()``: the handlers come back however it ends; after one that ended by itself the signal is passed on."""
+        """Around ``train()``: the handlers come back however it ends; after one that ended by itself the signal is
+        passed on."""
         try:
             yield
         finally:
@@ -339,7 +344,8 @@ _STARTED = started()  # by the clock as it was then
 
 
 def is_of_an_earlier_run(file: Path) -> bool:
-    """Whether a stop file is older than this process, by the clock as it is and as it was: one that is set may not take a request back."""
+    """Whether a stop file is older than this process, by the clock as it is and as it was: one that is set may not take
+    a request back."""
     return file.stat().st_mtime < min(started(), _STARTED)
 
 

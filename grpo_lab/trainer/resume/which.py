@@ -1,7 +1,9 @@
-"""Which checkpoint a training goes on from: the newest that is whole and finite on every node, or the one that was asked for.
+"""Which checkpoint a training goes on from: the newest that is whole and finite on every node, or the one that was
+asked for.
 
-transformers saves some models (LLaVA and other vision models) under the names of their first release; ``Trainer`` reads by the model's
-own names, finds none, warns, and would go on from the weights that the run began with (``load_other_names``).
+transformers saves some models (LLaVA and other vision models) under the names of their first release; ``Trainer`` reads
+by the model's own names, finds none, warns, and would go on from the weights that the run began with
+(``load_other_names``).
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from grpo_lab.trainer.trl_bridge import is_critics
 
 
 def chosen(trainer: Any, given: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the newest.
+    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the
+    newest.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was written.
+        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was
+            written.
     """
     if isinstance(given, str | os.PathLike) and not isinstance(given, WasRead):
         _refuse_damaged(Path(given), trainer.args.local_process_index == 0)
@@ -36,7 +40,8 @@ def chosen(trainer: Any, given: Any) -> Any:
     newest, passed = newest_read(Path(trainer.args.output_dir), trainer.args.local_process_index == 0)
     if newest is None and passed:
         raise ValueError(
-            f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole: {'; '.join(passed)}"
+            f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole: "
+            f"{'; '.join(passed)}"
         )
     for why in passed:
         trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
@@ -54,7 +59,8 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
     own += [] if (checkpoint / random).is_file() else [random]
     if missing := sorted(set(gather_object(own if checkpoint.is_dir() else []))):
         trainer.recorder.say(
-            f"`resume_from_checkpoint`: {checkpoint} holds no {', '.join(missing)} (`save_only_model`, another number of processes, or it "
+            f"`resume_from_checkpoint`: {checkpoint} holds no {', '.join(missing)} (`save_only_model`, another "
+            "number of processes, or it "
             "was removed): that starts anew, and the run is no longer the one that was saved",
             level=logging.WARNING,
         )
@@ -65,7 +71,8 @@ class WasRead(str):
 
 
 def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
-    """``newest_whole`` by its content, the same on every rank: one process of a node ``reads``, and the oldest answer holds."""
+    """``newest_whole`` by its content, the same on every rank: one process of a node ``reads``, and the oldest answer
+    holds."""
     own = newest_whole(folder, read=True) if reads else None
     told = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in told for why in words))
@@ -82,7 +89,8 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
 
 
 def load_other_names(trainer: Any, checkpoint: str) -> None:
-    """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it has them all."""
+    """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it
+    has them all."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return  # adapters; formats of their own
@@ -105,7 +113,8 @@ def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: in
     """
     if len(missing) > len(unexpected):
         raise ValueError(
-            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model ({min(missing)}, …): it is not "
+            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model "
+            f"({min(missing)}, …): it is not "
             "whole, or of another model; take another one (renamed, this one is passed over)"
         )
 

@@ -1,9 +1,10 @@
-"""Which checkpoints of a run are whole and finite: one rule for ``--resume``, for ``resume_from_checkpoint=True`` and for what errors say.
+"""Which checkpoints of a run are whole and finite: one rule for ``--resume``, for ``resume_from_checkpoint=True`` and
+for what errors say.
 
-A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files (``MARK``), so a folder
-``checkpoint-N`` of ours is both. Those of stock TRL, of earlier versions, and whatever a file system or a hand has cut since, are looked
-at: heads and ends of their files. Before one is resumed from, all of it is read against the checksums of the list, or, where the list does
-not say that it was looked for, for NaN (``damaged``).
+A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files
+(``MARK``), so a folder ``checkpoint-N`` of ours is both. Those of stock TRL, of earlier versions, and whatever a file
+system or a hand has cut since, are looked at: heads and ends of their files. Before one is resumed from, all of it is
+read against the checksums of the list, or, where the list does not say that it was looked for, for NaN (``damaged``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PIECE = 64 * 2**20
 """Bytes of a file that one thread reads for its checksum."""
 
 SMALL = 16 * 2**20
-"""Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is larger."""
+"""Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is
+larger."""
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 """transformers' mark of a checkpoint on a signal that was not finished."""
@@ -41,7 +43,8 @@ BESIDE_WEIGHTS = {
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-"""What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's); ``save_only_model`` writes none of it."""
+"""What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's); ``save_only_model`` writes none
+of it."""
 
 LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
 """Pickles that a resume loads; torch refuses those that name more than these and torch's own."""
@@ -56,7 +59,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its content, too."""
+    """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its content,
+    too."""
     passed: list[str] = []
     found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
     for checkpoint in sorted(found, key=step_of, reverse=True):
@@ -68,7 +72,8 @@ def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[st
 
 
 def what_is_broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the weights."""
+    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the
+    weights."""
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
@@ -123,7 +128,8 @@ def broken_pickles(checkpoint: Path) -> str | None:
 
 
 def _broken_pickle(file: Path) -> str | None:
-    """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their checksums."""
+    """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their
+    checksums."""
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
     try:
@@ -139,7 +145,8 @@ def _broken_pickle(file: Path) -> str | None:
 
 
 def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
-    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``: it was looked at for NaN.
+    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``: it was
+    looked at for NaN.
 
     For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
     """
@@ -161,7 +168,8 @@ def _towards_disk(files: list[Path]) -> None:
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
-    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib`` lets them)."""
+    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib``
+    lets them)."""
     pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
     with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
@@ -182,12 +190,14 @@ def _digest(piece: tuple[Path, int]) -> bytes:
 
 
 def _no_texts(names: list[str]) -> list[str]:
-    """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against its checksum."""
+    """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against
+    its checksum."""
     return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md"))]
 
 
 def damaged(checkpoint: Path) -> str | None:
-    """What in a checkpoint is not what was written, or not finite where nobody has looked yet: all of it is read. None where it is fine."""
+    """What in a checkpoint is not what was written, or not finite where nobody has looked yet: all of it is read. None
+    where it is fine."""
     listed = _mark(checkpoint)
     if isinstance(listed, str):
         return listed
@@ -223,8 +233,8 @@ def _mark(checkpoint: Path) -> dict[str, Any] | str | None:
 
 
 def _against_mark(checkpoint: Path) -> str | None:
-    """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``). Without a list: what
-    a resume needs is there, or nothing of it.
+    """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``).
+    Without a list: what a resume needs is there, or nothing of it.
     """
     mark = _mark(checkpoint)
     if mark is None:

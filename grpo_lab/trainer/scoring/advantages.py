@@ -1,4 +1,5 @@
-"""Advantages of the rows that stay: one answer for the reward table of all ranks, then what it is on this rank's tokens.
+"""Advantages of the rows that stay: one answer for the reward table of all ranks, then what it is on this rank's
+tokens.
 
 Where a team's ``compute_advantages`` asks ``super()`` without a rule of ours, they are TRL's own:
 
@@ -66,7 +67,8 @@ def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = F
             return Advantages(advantages.where(advantages.isfinite(), 0), faults=(Fault("advantage", said),))
         seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
     raise ValueError(
-        f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], or per token "
+        f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], "
+        "or per token "
         f"of this process's rows (`table.local`), {list(local.mask.shape)} (`advantage`)"
     )
 
@@ -74,7 +76,8 @@ def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = F
 def row_advantages(trainer: StepPort, made: Penalised) -> Advantages:
     """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
 
-    TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch together anew: then ``[B]``.
+    TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch
+    together anew: then ``[B]``.
     """
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return Advantages(made.scored.batch["advantages"])
@@ -83,9 +86,9 @@ def row_advantages(trainer: StepPort, made: Penalised) -> Advantages:
 
 
 def write_advantages(trainer: StepPort, made: Penalised, found: Advantages) -> dict[str, Any]:
-    """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it where it is
-    charged so, and the critic's values and returns; the guard is told of faults. TRL's completions table gets the advantages, too, per
-    token as the mean over a completion's own tokens."""
+    """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
+    where it is charged so, and the critic's values and returns; the guard is told of faults. TRL's completions table
+    gets the advantages, too, per token as the mean over a completion's own tokens."""
     batch, mask, advantages = made.scored.batch, made.local.mask, found.values
     faults = trainer.recorder.faults_in_training
     for fault in (*made.faults, *found.faults):

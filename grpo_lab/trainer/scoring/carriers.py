@@ -2,11 +2,13 @@
 
     score → Scored → select → Scored → penalise → Penalised → advantages → record
 
-``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which becomes the buffer.
+``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which becomes the
+buffer.
 
-Under ``mask_truncated_completions`` cut completions are out of the loss and still in their group's baseline. TRL masks their tokens
-before it asks for log-probs; with a KL penalty in the reward that is too early, since they pay for their KL like everybody else in
-the baseline. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is known.
+Under ``mask_truncated_completions`` cut completions are out of the loss and still in their group's baseline. TRL masks
+their tokens before it asks for log-probs; with a KL penalty in the reward that is too early, since they pay for their
+KL like everybody else in the baseline. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is
+known.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class Penalised:
 
     Args:
         scored: the rows that stay.
-        table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in ``local``.
+        table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in
+            ``local``.
         charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
         to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
         faults: those of ``scored``, and a KL that is not finite.

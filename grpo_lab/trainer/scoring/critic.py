@@ -5,9 +5,10 @@
     → the rule (``advantages.GAE``, or a team's ``compute_advantages`` over it)
     → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the policy
 
-Tool output and inserted text are no time steps: a step goes from one token of the policy to its next (``LocalRows.mask``). A
-completion that the length limit cut is an episode like another, with its rewards on its last token; ``value.missing_eos_penalty`` is
-taken off there. One that no reward could score teaches nobody: its advantages are 0, its returns NaN, which no loss reads.
+Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
+(``LocalRows.mask``). A completion that the length limit cut is an episode like another, with its rewards on its last
+token; ``value.missing_eos_penalty`` is taken off there. One that no reward could score teaches nobody: its advantages
+are 0, its returns NaN, which no loss reads.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
 
 
 def to_advantages_and_returns(trainer: StepPort, made: Penalised, of_rows: Advantages) -> Advantages:
-    """Advantages ``[B, T]`` as they push the policy, with the returns that the critic learns. Unchanged without a critic."""
+    """Advantages ``[B, T]`` as they push the policy, with the returns that the critic learns. Unchanged without a
+    critic."""
     value, local, advantages = trainer.algorithm.value, made.local, of_rows.values
     if value is None:
         return of_rows
@@ -71,7 +73,8 @@ def to_advantages_and_returns(trainer: StepPort, made: Penalised, of_rows: Advan
 
 
 def charged_to_whole(table: RewardTable) -> Tensor:
-    """float64 ``[N]``: what of ``table.total`` is −β·KL of a whole completion (``kl.per: sequence``); 0 where tokens pay, or nobody can score."""
+    """float64 ``[N]``: what of ``table.total`` is −β·KL of a whole completion (``kl.per: sequence``); 0 where tokens
+    pay, or nobody can score."""
     rewards = table.values.size(1) - table.penalties
     return (table.values[:, rewards:] * table.weights[rewards:].to(table.values.device)).nansum(dim=1)
 

@@ -4,9 +4,10 @@
     per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule: not normalised,
                      no baseline is taken from it, and a group whose rewards are all equal still learns from it
 
-Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries no signal.
-β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number on every rank, since all
-of them sum the same gathered table exactly rounded. Sources and estimators: ``objectives.kl``, docs/algorithms/kl.md.
+Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries
+no signal. β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number
+on every rank, since all of them sum the same gathered table exactly rounded. Sources and estimators: ``objectives.kl``,
+docs/algorithms/kl.md.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         self._loaded = False
 
     def charged(self, of_completions: Tensor) -> None:
-        """What the batch at hand had; β moves on, in training only, and not while a critic learns alone: no β could move the KL.
+        """What the batch at hand had; β moves on, in training only, and not while a critic learns alone: no β could
+        move the KL.
 
         Args:
             of_completions: float64 ``[N]`` over all ranks, Σ_t (log π − log π_ref) of each completion, nats.
@@ -68,7 +70,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         if self.trainer.recorder.mode() == "train" and not is_warming_up(self.trainer):
             self.coefficient = self.control.following(self.coefficient, measured, number)
 
-    # -- HF's events, checkpoints ----------------------------------------------------------------------------------------
+    # -- HF's events, checkpoints --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A training begins with the coefficient as written, a resumed one with that of its checkpoint."""
@@ -92,7 +94,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         self._loaded, self.coefficient = True, self._start if found is None else found
         if found is None:
             self.trainer.recorder.say(
-                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at `kl.coefficient`, "
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at "
+                "`kl.coefficient`, "
                 f"{self._start:g}"
             )
 
@@ -105,7 +108,8 @@ def _coefficient(entry: Any) -> float:
 
 
 def check_kl_in_reward(trainer: StepPort) -> None:
-    """TRL's own advantages are made before a penalty per completion is known, so an advantage rule of ours must make them.
+    """TRL's own advantages are made before a penalty per completion is known, so an advantage rule of ours must make
+    them.
 
     Raises:
         ValueError: there is none.
@@ -117,7 +121,8 @@ def check_kl_in_reward(trainer: StepPort) -> None:
         return  # added to whatever advantages there are
     raise ValueError(
         "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is known; set "
-        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), override `compute_advantages`, or charge it "
+        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), override `compute_advantages`, or "
+        "charge it "
         "after the advantages (`kl.per: token`)"
     )
 
@@ -153,7 +158,8 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
 
 
 def _finite(trainer: StepPort, kl: Tensor) -> tuple[Tensor, tuple[Fault, ...]]:
-    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be scored."""
+    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be
+    scored."""
     if trainer.recorder.faults_in_training is None or bool(kl.isfinite().all()):
         return kl, ()
     said = "the KL in the reward is not finite: log-probs of the policy or the reference are not"

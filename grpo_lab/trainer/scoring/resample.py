@@ -3,11 +3,13 @@
     a group is *alike*   if no outcome and no step tells its completions apart. A property of rewards; ``groups/dead_share`` counts it
     a group is *dead*    if the rule in force gives no token that carries loss an advantage. What ``dead_groups: resample`` replaces
 
-With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right throughout teaches
-what was right. What a hook or a team's rule thinks is not guessed: it is asked, before any KL penalty, which makes every group differ.
+With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right
+throughout teaches what was right. What a hook or a team's rule thinks is not guessed: it is asked, before any KL
+penalty, which makes every group differ.
 
-Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Unlike skipping, this changes the *data distribution*: hard and easy prompts, whose
-groups are mostly dead, appear less often than in the data set, and the generation cost grows (logged). Off by default.
+Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Unlike skipping, this changes the *data distribution*: hard and easy
+prompts, whose groups are mostly dead, appear less often than in the data set, and the generation cost grows (logged).
+Off by default.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import Fault, StepPort
 
 
-#: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is off by up to
-#: 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
+#: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is
+#: off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
 ROUNDING = 1e-3
 #: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
 ROUNDING_OF_NOTHING = 1e-9
@@ -65,11 +67,11 @@ def _steps_alike(steps: StepTable, groups: int) -> Tensor:
 
 
 def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> tuple[Tensor, tuple[Fault, ...]]:
-    """bool ``[fresh / G]``: which of the last ``fresh`` rows' groups the rule in force has something to teach from; what it said
-    that is not finite.
+    """bool ``[fresh / G]``: which of the last ``fresh`` rows' groups the rule in force has something to teach from;
+    what it said that is not finite.
 
-    The rule (or a team's hook) is asked for advantages of the whole table: what is kept already, followed by the fresh rows, which are
-    the ones in ``table.local``. A collective.
+    The rule (or a team's hook) is asked for advantages of the whole table: what is kept already, followed by the fresh
+    rows, which are the ones in ``table.local``. A collective.
     """
     assert table.local is not None
     guarded, mask = trainer.recorder.faults_in_training is not None, table.local.mask
@@ -94,8 +96,8 @@ def check_resample(train_dataset: Any) -> None:
 
 
 class Resampler:
-    """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round) alone, so a resumed
-    run draws the same ones and no state is kept."""
+    """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round)
+    alone, so a resumed run draws the same ones and no state is kept."""
 
     def __init__(self, trainer: StepPort, max_rounds: int | None) -> None:
         self.trainer = trainer
@@ -106,8 +108,8 @@ class Resampler:
         return int(self.trainer.num_generations)
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
-        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as it is where that is
-        not asked for.
+        """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as
+        it is where that is not asked for.
 
         Args:
             first: one generation batch, scored.
@@ -132,8 +134,8 @@ class Resampler:
         return replace(self._assembled(rounds, chosen), faults=faults)
 
     def _live(self, rounds: list[Scored], chosen: list[int]) -> tuple[list[int], tuple[Fault, ...]]:
-        """Live groups of the last round, counted over all rounds (every round has as many). The rule is asked on what is kept,
-        followed by that round: never on a group that was thrown away before."""
+        """Live groups of the last round, counted over all rounds (every round has as many). The rule is asked on what
+        is kept, followed by that round: never on a group that was thrown away before."""
         last = rounds[-1]
         fresh = last.rewarded.table.values.size(0)
         kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
@@ -149,7 +151,8 @@ class Resampler:
         return torch.tensor([group * size + i for group in groups for i in range(size)], dtype=torch.long)
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
-        """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over ranks."""
+        """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over
+        ranks."""
         trainer = self.trainer
         data: Any = trainer.train_dataset
         group_size = trainer.num_generations

@@ -1,7 +1,8 @@
-"""How TRL calls rewards: each one checked, those of whole groups after the gather, steps kept aside, weights by schedule.
+"""How TRL calls rewards: each one checked, those of whole groups after the gather, steps kept aside, weights by
+schedule.
 
-A schedule (``reward_schedules``) is a function of the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: a
-resumed run has at step t the weight that the uninterrupted run had there.
+A schedule (``reward_schedules``) is a function of the optimizer step, logged as ``reward_weights/<name>``. It keeps no
+state: a resumed run has at step t the weight that the uninterrupted run had there.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
         said = f"{home.format(repr(names[column]))} returned {seen}"
         if faults is None:
             raise ValueError(
-                f"{said}; allowed are finite numbers, or None (NaN) for a completion that cannot be scored (`reward_funcs`)"
+                f"{said}; allowed are finite numbers, or None (NaN) for a completion that cannot be scored "
+                "(`reward_funcs`)"
             )
         faults.infinite.update({(row, column): values[row, column].item() for row in rows})
         faults.found("reward", said)
@@ -143,7 +145,8 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
 class CheckedReward:
     """Calls one reward function and checks what it returns, so that the error names it and the row.
 
-    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts them.
+    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts
+    them.
     """
 
     def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
@@ -220,8 +223,10 @@ def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
             pickle.dumps(trainer.environments)
         except Exception as error:  # whatever an object's own pickling raises
             raise ValueError(
-                f"group reward {readers[0].name!r} reads environments, and with several processes they are sent to the ranks "
-                f"that share a group, but {type(trainer.environments[0]).__name__} cannot be pickled ({error}): give it a "
+                f"group reward {readers[0].name!r} reads environments, and with several processes they are sent to "
+                "the ranks "
+                f"that share a group, but {type(trainer.environments[0]).__name__} cannot be pickled ({error}): give "
+                "it a "
                 "`__getstate__` with what the reward reads, or `get_reward`"
             ) from error
     return list(trainer.environments)
@@ -274,7 +279,8 @@ def _refuse_double(trainer: StepPort, column: int, name: str) -> None:
     """One weight, one place that says it."""
     if hasattr(trainer.reward_funcs[column], "weight_at"):
         raise ValueError(
-            f"`reward_schedules.{name}` is set, but that reward carries a weight and a warm-up of its own: set them there "
+            f"`reward_schedules.{name}` is set, but that reward carries a weight and a warm-up of its own: set them "
+            "there "
             f"({type(trainer.reward_funcs[column]).__name__}(weight=…, warmup_steps=…))"
         )
     if trainer.args.reward_weights is not None and trainer.args.reward_weights[column] != 1.0:

@@ -1,8 +1,8 @@
 """Score and record: the first and the last of the stages from completions to advantages.
 
 TRL has no seam between rewards and advantages. While its ``_generate_and_score_completions`` runs, its call of
-``self._calculate_rewards`` goes through ``Scoring``, so that the table behind advantages, metrics, sampler and resampling is what the
-*outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
+``self._calculate_rewards`` goes through ``Scoring``, so that the table behind advantages, metrics, sampler and
+resampling is what the *outermost* method returned: a team's, shaped, gated, normalised, or made without ``super()``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Scoring:
         """
         if self._seen is None:
             raise RuntimeError(
-                f"`{type(self._trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so there are no "
+                f"`{type(self._trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so "
+                "there are no "
                 "rewards for advantages and metrics: call it where `_generate_and_score_completions` is replaced"
             )
         return self._seen
@@ -111,7 +112,8 @@ class Scoring:
         if not isinstance(values, Tensor) or tuple(values.shape) != (rows, len(names)):
             seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise ValueError(
-                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: one row per "
+                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: "
+                "one row per "
                 f"completion of all processes (gathered, in rank order), one column per reward {list(names)}"
             )
         faults = self._trainer.recorder.faults_in_training
@@ -121,10 +123,12 @@ class Scoring:
 def without_faulty(
     logprobs: list[list[float | None]] | None, sampled: list[list[int]] | None, faults: Faults | None
 ) -> None:
-    """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is marked as bad.
+    """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is
+    marked as bad.
 
     Args:
-        sampled: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking budget, whose log-probs are NaN).
+        sampled: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking budget, whose
+            log-probs are NaN).
 
     Raises:
         EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
@@ -169,7 +173,8 @@ def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
     for name, count in zip(trainer.reward_func_names, counts.tolist(), strict=True):
         if count:
             trainer.recorder.say(
-                f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), as in TRL; "
+                f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), "
+                "as in TRL; "
                 "`rewards/nan_share` counts them",
                 key=f"nan: {name}",
                 level=logging.WARNING,
@@ -177,7 +182,8 @@ def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: int, *of_rows: Any) -> Tensor:
-    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``."""
+    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N,
+    F]``."""
     inputs, prompts, completions, ids = of_rows
     names = tuple(trainer.reward_func_names)
     faults = trainer.recorder.faults_in_training
@@ -220,7 +226,8 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
 
 
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
-    """Groups alike, lengths and correctness of all that was generated into the book; many cut completions are said once."""
+    """Groups alike, lengths and correctness of all that was generated into the book; many cut completions are said
+    once."""
     table, book = rewarded.table, trainer.recorder.book()
     correct = correctness(table, trainer.reward_funcs)
     reward_metrics(book, alike(table), rewarded.lengths, rewarded.truncated, correct)
@@ -228,7 +235,8 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
         trainer.recorder.say(
             f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
-            f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or expect a length bias",
+            f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or "
+            "expect a length bias",
             key="truncated",
             level=logging.WARNING,
         )

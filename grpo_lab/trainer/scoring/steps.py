@@ -1,7 +1,7 @@
 """Step rewards inside the trainer: called on local rows as TRL calls rewards, gathered as ragged lists.
 
-In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads steps
-(``advantages.process``) finds them in ``RewardTable.steps``.
+In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads
+steps (``advantages.process``) finds them in ``RewardTable.steps``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LARGEST = torch.finfo(torch.float32).max
 class StepCalled:
     """Calls a step reward where TRL wants one number a completion, and keeps the steps.
 
-    ``keep_infinite``: an infinite score stands for its completion, to be found in the gathered table (``without_infinite``); among the
-    steps it is None.
+    ``keep_infinite``: an infinite score stands for its completion, to be found in the gathered table
+    (``without_infinite``); among the steps it is None.
     """
 
     def __init__(self, reward: StepReward, name: str, keep_infinite: bool = False) -> None:
@@ -69,8 +69,8 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
         kl: the one in the reward.
 
     Raises:
-        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of the KL alone
-            is the same for every coefficient.
+        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of
+            the KL alone is the same for every coefficient.
     """
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in given:
@@ -89,8 +89,10 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
     of_outcome = getattr(rule, "penalises_outcome", False) and not own_hook
     if kl is not None and kl.per == "sequence" and of_outcome and len(given) == len(reward_funcs):
         raise ValueError(
-            "`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is 'process', and there are step rewards only: the KL "
-            "of a completion is taken from its outcome's reward, and without one `kl.coefficient` would have no effect (a z-score of "
+            "`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is 'process', and there are step "
+            "rewards only: the KL "
+            "of a completion is taken from its outcome's reward, and without one `kl.coefficient` would have no "
+            "effect (a z-score of "
             "the KL alone); set `kl.per: token`, or add an outcome reward to `reward_funcs`"
         )
 

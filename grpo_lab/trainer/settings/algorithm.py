@@ -111,8 +111,8 @@ class Algorithm:
 def trl_loss_type(chosen: ObjectiveSettings) -> str:
     """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
 
-    So whatever reads that field (saved arguments, trackers) reads what was trained. TRL reads it when it computes a loss of
-    its own, which does not happen with an objective of ours, and refuses names that it does not know.
+    So whatever reads that field (saved arguments, trackers) reads what was trained. TRL reads it when it computes a
+    loss of its own, which does not happen with an objective of ours, and refuses names that it does not know.
     """
     name = chosen.name or "grpo"
     row = preset(name)

@@ -1,6 +1,7 @@
 """Settings that cannot stand beside each other, one row each; and TRL's fields, kept saying what ours say.
 
-A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to, too.
+A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to,
+too.
 """
 
 from __future__ import annotations
@@ -116,10 +117,11 @@ class _Cut(NamedTuple):
 
 
 def _cut(case: Case) -> _Cut | None:
-    """What cuts the engine's distribution under the sampler correction; ``generation_kwargs`` win over the flat settings.
+    """What cuts the engine's distribution under the sampler correction; ``generation_kwargs`` win over the flat
+    settings.
 
-    The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with a cut
-    the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
+    The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with
+    a cut the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
     """
     extra = case.args.generation_kwargs or {}
     for name, allowed in NEUTRAL.items() if case.corrects else ():
@@ -154,14 +156,16 @@ BEFORE = (
     Conflict(
         "rollout.thinking_budget",
         lambda c: c.thinks and c.args.max_completion_length is None,
-        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left for "
+        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is "
+        "left for "
         "the answer is the difference; set it",
     ),
     Conflict(
         "rollout.thinking_budget",
         lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
         "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is "
-        "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise the "
+        "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise "
+        "the "
         "other",
     ),
     Conflict(
@@ -173,19 +177,22 @@ BEFORE = (
     Conflict(
         "rollout.thinking_budget",
         lambda c: c.thinks and _first(_PHASE, c.args.generation_kwargs),
-        "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see it; "
+        "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see "
+        "it; "
         "leave one of them out (`max_completion_length` is the limit of a whole completion)",
     ),
     Conflict(
         "sampler",
         lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
-        "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: leave "
+        "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: "
+        "leave "
         "one out",
     ),
     Conflict(
         "sampler",
         lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
-        "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from its "
+        "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
+        "its "
         "start; leave one out",
     ),
     Conflict(
@@ -203,20 +210,23 @@ BEFORE = (
         "use_transformers_continuous_batching",
         _half,
         "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
-        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then on. "
+        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from "
+        "then on. "
         "Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
     ),
     Conflict(
         "temperature",
         lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
-        f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} instead, "
+        f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} "
+        "instead, "
         "while the trainer computes its log-probs at the value written; above it refuses",
     ),
     Conflict(
         "vllm_importance_sampling_correction",
         _cut,
         "`{found.setting}`={found.value!r} does not combine with `vllm_importance_sampling_correction`: the engine's "
-        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below 1 "
+        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be "
+        "below 1 "
         "even where both agree. Leave `{found.setting}` at {found.neutral!r}, or set "
         "`vllm_importance_sampling_correction: false`",
     ),
@@ -231,7 +241,8 @@ AFTER = (
             and (c.corrects and c.args.vllm_importance_sampling_mode.startswith("token"))
         ),
         "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
-        "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or 'sequence_truncate', "
+        "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or "
+        "'sequence_truncate', "
         "or switch `vllm_importance_sampling_correction` off",
     ),
     Conflict(
@@ -248,7 +259,8 @@ AFTER = (
     Conflict(
         "update.dead_groups",
         lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
-        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to learn from; "
+        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to "
+        "learn from; "
         "leave it out",
     ),
     Conflict(
@@ -257,7 +269,8 @@ AFTER = (
             (c.algorithm.value is not None and c.algorithm.value.missing_eos_penalty is not None)
             and c.args.mask_truncated_completions
         ),
-        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions out "
+        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same "
+        "completions out "
         "of the loss; leave one out",
     ),
     Conflict(
@@ -273,7 +286,8 @@ AFTER = (
     Conflict(
         "reference_every",
         lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
-        "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not set): set "
+        "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not "
+        "set): set "
         "one of them, or leave it out",
     ),
     Conflict(
@@ -285,22 +299,25 @@ AFTER = (
     Conflict(
         "reference_every",
         lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
-        "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} updates a "
+        "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} "
+        "updates a "
         "generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the loss "
         "(`kl.placement: loss`)",
     ),
     Conflict(
         "reference_every",
         lambda c: c.fresh_reference and c.updates <= 1,
-        "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets {case.updates:g} "
-        "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or `num_iterations`",
+        "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets "
+        "{case.updates:g} "
+        "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or "
+        "`num_iterations`",
     ),
 )
 
 
 def refuse_sampling_keys(args: Any) -> None:
-    """``ValueError`` for a key of ``generation_kwargs`` that the engine ignores, that says something else than the setting it is
-    another name for, or that changes what TRL reads from the answer."""
+    """``ValueError`` for a key of ``generation_kwargs`` that the engine ignores, that says something else than the
+    setting it is another name for, or that changes what TRL reads from the answer."""
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}
@@ -311,7 +328,7 @@ def refuse_sampling_keys(args: Any) -> None:
         refuse_ends(extra)
 
 
-# -- TRL's fields and ours ------------------------------------------------------------------------------------------------
+# -- TRL's fields and ours ---------------------------------------------------------------------------------------------
 
 NOT_HONOURED: tuple[str, ...] = (
     *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
@@ -345,8 +362,8 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
 
 
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
-    """Refuse TRL settings that say otherwise than ours, or that ours do not honour; then write ours into TRL's fields, so that
-    whatever reads those (model card, logs) reads the truth.
+    """Refuse TRL settings that say otherwise than ours, or that ours do not honour; then write ours into TRL's fields,
+    so that whatever reads those (model card, logs) reads the truth.
 
     Raises:
         ValueError: names both settings.
@@ -357,7 +374,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
         default = next(f.default for f in dataclasses.fields(args) if f.name == name)
         if getattr(args, name) != default:
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} does "
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
+                f"`{place[0]}`={place[1]!r} does "
                 f"not honour it: leave one out"
             )
     for name, (expected, setting, value) in said.items():

@@ -74,7 +74,8 @@ def check_columns(reward: Any, columns: list[str]) -> None:
     for column in getattr(reward, "columns", ()):
         if column not in columns:
             raise ValueError(
-                f"reward {reward_name(reward)!r} reads the column {column!r}, which `train_dataset` lacks; it has {columns}"
+                f"reward {reward_name(reward)!r} reads the column {column!r}, which `train_dataset` lacks; it has "
+                f"{columns}"
             )
 
 
@@ -86,11 +87,13 @@ def check_weights(weights: Any, rewards: list[Any]) -> None:
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that stands behind ours."""
+    """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that
+    stands behind ours."""
     hook = teams(cls, "token_loss")
     if algorithm.objective is None and hook is not None:
         raise ValueError(
-            f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or override "
+            f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or "
+            "override "
             "`_compute_loss`"
         )
     behind = cls.__mro__[cls.__mro__.index(base) + 1 : cls.__mro__.index(GRPOTrainer)]
@@ -120,7 +123,8 @@ def check_requires(trainer: Any) -> None:
         for needed in getattr(reward, "requires", ()):
             if needed not in known and needed not in getattr(reward, "sources", ()):
                 raise ValueError(
-                    f"group reward {name!r} requires the values of {needed!r}, and this run's completion rewards are {known}: "
+                    f"group reward {name!r} requires the values of {needed!r}, and this run's completion rewards are "
+                    f"{known}: "
                     "add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
                 )
 
@@ -131,13 +135,15 @@ def shared_names(names: list[str]) -> str | None:
     if not twice:
         return None
     return (
-        f"{names.count(twice[0])} rewards are called {twice[0]!r}: `rewards/{twice[0]}/mean` is the mean of all of them, as in TRL, and a "
+        f"{names.count(twice[0])} rewards are called {twice[0]!r}: `rewards/{twice[0]}/mean` is the mean of all of "
+        "them, as in TRL, and a "
         "group reward that requires this name sees the last; give them `__name__`s of their own (`reward_funcs`)"
     )
 
 
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
-    """A sentence to warn with where the last batch of an evaluation is not full: what is logged of it is not the mean over the rows."""
+    """A sentence to warn with where the last batch of an evaluation is not full: what is logged of it is not the mean
+    over the rows."""
     several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     full, ranks = args.eval_batch_size * args.world_size, args.world_size
     uneven = [len(rows) for rows in several if hasattr(rows, "__len__") and len(rows) * group_size % full]
@@ -146,13 +152,15 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
     how = "its rows count more" if ranks == 1 else "it is filled up with rows that count twice"
     return (
         f"`eval_dataset`: {uneven[0]} rows × {group_size} completions do not fill the last batch of {full} "
-        f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and other means over batches are "
+        f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and "
+        "other means over batches are "
         f"stock TRL's, so {how}: take a number of rows that fills it"
     )
 
 
 def completion_limit(args: Any) -> int | None:
-    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else unknown."""
+    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else
+    unknown."""
     written = args.generation_kwargs or {}
     limits = (args.max_completion_length, written.get("max_new_tokens"), written.get("max_tokens"))
     return next((limit for limit in limits if limit is not None), None)
@@ -166,7 +174,8 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
     without = Denominators(rows=1.0, tokens=1.0, budget=float("nan"))
     if torch.as_tensor(objective.aggregate(one, one.bool(), without)).isnan().any():
         raise ValueError(
-            f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it (a limit "
+            f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it "
+            "(a limit "
             "in `generation_kwargs` is only the engine's)"
         )
 
@@ -203,10 +212,12 @@ def check_prompt_lengths(
         )
         better += "" if max_completion_length is None else f"at most {max(context - max_completion_length, 1)}"
         raise ValueError(
-            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are prompts "
+            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "
+            "prompts "
             f"of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
         )
     return (
-        f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion may run "
+        f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion "
+        "may run "
         f"beyond the context of {context} tokens ({setting})"
     )

@@ -1,7 +1,8 @@
-"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of its dataclass.
+"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of
+its dataclass.
 
-A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings there are beside
-the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
+A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings
+there are beside the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def written(args: Any, name: str) -> bool:
 
 
 def with_registered(settings: LabSettings) -> LabSettings:
-    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module registers it by."""
+    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module registers it
+    by."""
     chosen = settings.objective
     if chosen is not None and chosen.name in TRLS_OWN:
         raise ValueError(
@@ -54,7 +56,8 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def registered_name(reference: str) -> str:
-    """``"module:name"`` → the name of the objective, after loading the module that registers it. The registered class will do, too.
+    """``"module:name"`` → the name of the objective, after loading the module that registers it. The registered class
+    will do, too.
 
     Raises:
         ValueError: no such module, or it registers nothing of this name.
@@ -70,7 +73,8 @@ def registered_name(reference: str) -> str:
         if name == own or (part is not None and SURROGATES.get(name) is part):
             return name
     raise ValueError(
-        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} (`grpo_lab.register_objective`); registered "
+        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} "
+        "(`grpo_lab.register_objective`); registered "
         f"are {sorted(theirs)}. A surrogate that is not registered is given as `surrogate`"
     )
 
@@ -78,8 +82,8 @@ def registered_name(reference: str) -> str:
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     """The surrogate in force: its own defaults, then TRL's clip settings, then what ``objective`` says.
 
-    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these names; ours take
-    TRL's defaults, too.
+    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these
+    names; ours take TRL's defaults, too.
     """
     part = surrogate_part(chosen)
     known = registry.knobs_of(part) if isinstance(part, type) else {}
@@ -94,7 +98,8 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
 
 
 def _refuse_clip(args: Any, part: Any) -> None:
-    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error, as beside ``objective``.
+    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error, as beside
+    ``objective``.
 
     An object is set already: it may have the same value there (``clip_in_force`` wrote it).
     """
@@ -133,7 +138,8 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
     if name is None:
         if knobs:
             raise ValueError(
-                f"`advantage.{next(iter(knobs))}` has no effect: advantages are TRL's (`scale_rewards`), whose ε is fixed; name a rule, "
+                f"`advantage.{next(iter(knobs))}` has no effect: advantages are TRL's (`scale_rewards`), whose ε is "
+                "fixed; name a rule, "
                 "such as `advantage: {name: group_zscore, epsilon: …}`"
             )
         return None
@@ -161,7 +167,8 @@ def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
     name, _ = _named(beside, "objective.advantage")
     if name != own.name:
         raise ValueError(
-            f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one setting; leave one out"
+            f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one "
+            "setting; leave one out"
         )
 
 
@@ -212,7 +219,8 @@ def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(knobs: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless its default is not."""
+    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless its default is
+    not."""
     if not isinstance(part, type):
         return _set(knobs)
     found = typed(_set(knobs), part, where)

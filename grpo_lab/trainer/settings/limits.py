@@ -1,4 +1,5 @@
-"""Settings of TRL and transformers that take one of a few names, or a number of a range, and batch sizes that must divide.
+"""Settings of TRL and transformers that take one of a few names, or a number of a range, and batch sizes that must
+divide.
 
 The libraries look at them when they are used: at the first step, or never.
 """
@@ -180,7 +181,8 @@ def _check_derived(args: Any, world: int, group: int) -> None:
         return
     groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
     raise ValueError(
-        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} completions per "
+        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
+        "completions per "
         f"generation, which is not divisible by `num_generations` = {group}. What would do: "
         f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
         f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
@@ -198,8 +200,10 @@ def _check_eval(args: Any, world: int) -> None:
     size = args.per_device_eval_batch_size
     if size * world % group:
         raise ValueError(
-            f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by `{setting}` = "
-            f"{group}. What would do: `per_device_eval_batch_size` {_nearest(size, group // math.gcd(group, world))}, or "
+            f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
+            f"`{setting}` = "
+            f"{group}. What would do: `per_device_eval_batch_size` "
+            f"{_nearest(size, group // math.gcd(group, world))}, or "
             f"`num_generations_eval` {', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
         )
 

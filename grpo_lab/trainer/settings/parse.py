@@ -1,8 +1,8 @@
 """What ``LabConfig`` adds to TRL's settings, as typed settings: its small mappings, and single values.
 
-``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all mappings JSON text. Unknown keys are
-refused with the nearest match; a knob that would have no effect is an error, not silence. Keys that belong to a part
-(``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
+``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all mappings JSON text.
+Unknown keys are refused with the nearest match; a knob that would have no effect is an error, not silence. Keys that
+belong to a part (``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class GuardSettings:
     """``guard``: ``off``, or what to do with a step whose loss, gradient, reward or engine log-prob is NaN or infinite.
 
     Args:
-        max_bad_steps: the run stops after so many left-out steps in a row (a generation batch with a bad reward or log-prob counts
-            once, however many steps it serves).
+        max_bad_steps: the run stops after so many left-out steps in a row (a generation batch with a bad reward or
+            log-prob counts once, however many steps it serves).
         save: keep the batch of a left-out step under ``<output_dir>/bad_steps``.
     """
 
@@ -96,8 +96,10 @@ class ObjectiveSettings:
     """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
 
     Args:
-        name: a preset (``grpo_lab.objectives.PRESETS``), one that a team registered, or ``"module:name"``: the module is loaded first.
-        advantage: overrides the preset's advantage rule: a name, ``"module:attribute"``, a callable, or a mapping ``{name: …, …}``.
+        name: a preset (``grpo_lab.objectives.PRESETS``), one that a team registered, or ``"module:name"``: the module
+            is loaded first.
+        advantage: overrides the preset's advantage rule: a name, ``"module:attribute"``, a callable, or a mapping
+            ``{name: …, …}``.
         ratio: ``token``, ``sequence``, ``sequence_token`` or ``product``.
         surrogate: a name, ``"module:attribute"``, a class or a callable.
         aggregation: a name, ``"module:attribute"``, a callable, or a mapping ``{name: …, …}``.
@@ -114,7 +116,8 @@ class ObjectiveSettings:
 
 @settings(bare="name", rest="knobs")
 class AdvantageSettings:
-    """``advantage``: a rule's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a field of its dataclass."""
+    """``advantage``: a rule's name, ``"module:attribute"``, a class or a callable; ``knobs``: every other key, a field
+    of its dataclass."""
 
     name: Any = None
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -122,10 +125,12 @@ class AdvantageSettings:
 
 @settings(bare="estimator")
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio weighting.
+    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio
+    weighting.
 
-    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1); ``target``, nats a
-    completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or ``horizon`` (``objectives.AdaptiveKL``).
+    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1);
+    ``target``, nats a completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or
+    ``horizon`` (``objectives.AdaptiveKL``).
     """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
@@ -159,9 +164,10 @@ class UpdateSettings:
             further prompts until the batch holds live groups only (DAPO; another data distribution).
         max_tokens: padded tokens of one forward; default: the footprint of the stock micro-batch.
         max_rounds: with ``resample``: generations per batch at most.
-        randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the update is exact in
-            distribution), ``same_draws`` draws stock's very masks, which takes stock's batches of all rows. Default: the
-            distribution where ``objective`` is set, the draws where it is not (a run that is to equal stock TRL number by number).
+        randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
+            update is exact in distribution), ``same_draws`` draws stock's very masks, which takes stock's batches of
+            all rows. Default: the distribution where ``objective`` is set, the draws where it is not (a run that is to
+            equal stock TRL number by number).
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
@@ -178,7 +184,8 @@ class UpdateSettings:
         if self.is_off and (self.max_tokens is not None or self.dead_groups == "keep"):
             idle = "max_tokens" if self.max_tokens is not None else "dead_groups: keep"
             raise ValueError(
-                f"`update.{idle}` has no effect with `update: off`, which computes all rows in stock's batches; leave it out"
+                f"`update.{idle}` has no effect with `update: off`, which computes all rows in stock's batches; "
+                "leave it out"
             )
         if self.max_rounds is not None and self.dead_groups != "resample":
             raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")
@@ -227,14 +234,16 @@ class LabSettings:
 
     @property
     def guard_in_force(self) -> GuardSettings | None:
-        """``guard`` where it acts: as asked for; unasked with ``objective``, and not in a drop-in run, since stock TRL has none."""
+        """``guard`` where it acts: as asked for; unasked with ``objective``, and not in a drop-in run, since stock TRL
+        has none."""
         if self.guard is None:
             return None if self.objective is None else GuardSettings()
         return None if self.guard.is_off else self.guard
 
     @property
     def keeps_nan(self) -> bool:
-        """Whether what is not finite may be saved: ``guard: off``, said so. A drop-in run, too, keeps no checkpoint that is not."""
+        """Whether what is not finite may be saved: ``guard: off``, said so. A drop-in run, too, keeps no checkpoint
+        that is not."""
         return self.guard is not None and self.guard.is_off
 
 

@@ -26,10 +26,10 @@ class ServerSettings:
 
     Args:
         weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
-        request_timeout: seconds without an answer after which a request counts as failed. A generation is one request: it must
-            be longer than the longest generation.
-        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server counts no
-            token or sleeps; any other request.
+        request_timeout: seconds without an answer after which a request counts as failed. A generation is one request:
+            it must be longer than the longest generation.
+        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server
+            counts no token or sleeps; any other request.
         retries: how often a failed request is sent again (not after ``request_timeout``).
         backoff: seconds before the second repetition; doubled each time.
         token_file: file with the server's token; null: ``GRPO_LAB_SERVER_TOKEN`` in the environment, else the file that
@@ -57,8 +57,10 @@ class RolloutSettings:
         tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
             bfloat16 0.1).
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
-        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see ``ServerSettings``.
-        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any engine).
+        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see
+            ``ServerSettings``.
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any
+            engine).
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
     """
 

@@ -25,9 +25,10 @@ class SamplerSettings:
 
     Args:
         name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
-        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate`` writes
-            ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
-        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may have 0.
+        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
+            writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
+        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may
+            have 0.
         decay: share of the earlier counts kept when a problem is seen again.
         uniform_rounds: generation batches over all problems before the hard ones.
         hard_below: a problem is hard if its pass rate is smaller.

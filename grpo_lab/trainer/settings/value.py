@@ -19,18 +19,20 @@ class ValueSettings:
     """``value``: the critic. Every field has a default, so that ``value: {}`` is a whole setting.
 
     Args:
-        model: ``head``: a linear layer on the policy's last hidden states (one forward, no further memory). ``copy``: a network of its
-            own, which starts as a copy of the policy's. A folder or hub name: that network (a critic that a run saved, or any causal or
-            base model with the policy's vocabulary).
+        model: ``head``: a linear layer on the policy's last hidden states (one forward, no further memory). ``copy``: a
+            network of its own, which starts as a copy of the policy's. A folder or hub name: that network (a critic
+            that a run saved, or any causal or base model with the policy's vocabulary).
         learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
         vf_coef: c of policy loss + c · value loss; TRL's deleted ``PPOConfig`` had 0.1, too.
-        cliprange_value: how far a value may move from the one at generation before the loss stops pulling; ``None``: no clipping.
+        cliprange_value: how far a value may move from the one at generation before the loss stops pulling; ``None``: no
+            clipping.
         gamma: discount per own token; ``None``: the rule's, 1.
         lam: λ of GAE; ``None``: the rule's, 0.95.
         whiten_rewards: divide the tokens' rewards by their standard deviation (their mean stays).
         whiten_advantages: advantages with mean 0 and standard deviation 1, over all ranks' tokens.
         warmup_steps: optimizer steps in which the critic alone learns; the policy's weights stay.
-        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself (TRL's deleted ``PPOConfig``).
+        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself (TRL's deleted
+            ``PPOConfig``).
     """
 
     model: Annotated[str, Field(strict=True, min_length=1), must_be("head, copy, a folder or a hub name")] = "head"
@@ -95,10 +97,12 @@ def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: 
         return
     if own_loss is not None:
         raise ValueError(
-            "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, the policy's loss"
+            "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, "
+            "the policy's loss"
         )
     if optimizers is not None and optimizers[0] is not None:
         raise ValueError(
-            "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, and set `optim`, "
+            "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, "
+            "and set `optim`, "
             "`learning_rate` and `value.learning_rate`"
         )

@@ -3,8 +3,8 @@
     <output_dir>/bad_steps/step-000012/facts.json
                                        rank-0.safetensors, …
 
-Bounded: the first ``MOST_STEPS`` of a run's folder, ``MOST_ROWS`` rows of each rank and ``MOST_BYTES`` at most, those with something
-that is not finite first. Whatever cannot be written is said, and the run goes on.
+Bounded: the first ``MOST_STEPS`` of a run's folder, ``MOST_ROWS`` rows of each rank and ``MOST_BYTES`` at most, those
+with something that is not finite first. Whatever cannot be written is said, and the run goes on.
 """
 
 from __future__ import annotations
@@ -68,10 +68,12 @@ def keep_bad_step(trainer: StepPort, facts: dict[str, Any]) -> str | None:
 
 
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``, padded to the step's widest micro-batch.
+    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``, padded to the step's
+    widest micro-batch.
 
-    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields (``rewards``, too) are not finite, how many
-    tokens prompt and completion have, its rewards (in the order of ``facts["rewards"]``; None where they are not known).
+    ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields
+    (``rewards``, too) are not finite, how many tokens prompt and completion have, its rewards (in the order of
+    ``facts["rewards"]``; None where they are not known).
     """
     place = Path(folder)
     facts = dict(json.loads((place / FACTS).read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
 """The exact update: TRL's gradient from the live rows only, in bins without padding.
 
 HF's loop calls ``compute_loss`` once per micro-batch. Here the first micro-batches of an optimizer step are only put
-aside (their loss is a constant 0); with the last one all rows of the step are planned, forwarded and backwarded in bins,
-and the last bin's loss is handed back, so that HF itself runs the backward that synchronises gradients.
+aside (their loss is a constant 0); with the last one all rows of the step are planned, forwarded and backwarded in
+bins, and the last bin's loss is handed back, so that HF itself runs the backward that synchronises gradients.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class ExactUpdate:
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
 
     def _denominators(self, window: list[dict[str, Any]]) -> Denominators:
-        """Counted over everything that TRL would compute. TRL's token count where one generation batch made the whole step (one tensor,
-        summed before dividing); NaN where several did, whose rows each have their own."""
+        """Counted over everything that TRL would compute. TRL's token count where one generation batch made the whole
+        step (one tensor, summed before dividing); NaN where several did, whose rows each have their own."""
         first = window[0]["num_items_in_batch"]
         same = all(batch["num_items_in_batch"] is first for batch in window)
         return Denominators(
@@ -138,7 +138,8 @@ class ExactUpdate:
 
     @torch.no_grad()
     def _record_entropy(self, window: list[dict[str, Any]], found: Verdict, denominators: Denominators) -> None:
-        """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all rows."""
+        """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all
+        rows."""
         _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._without_gradient(rows):
             assert entropies is not None  # the policy's head makes them
@@ -200,7 +201,8 @@ def _stock_footprint(window: list[dict[str, Any]]) -> int:
 
 
 def _per_row(trainer: StepPort, window: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Which micro-batch of the step each of this rank's rows was in (long), and TRL's token denominator for it (float)."""
+    """Which micro-batch of the step each of this rank's rows was in (long), and TRL's token denominator for it
+    (float)."""
     rows = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=trainer.accelerator.device)
     counts = torch.stack([token_denominator(trainer, batch, mode="train").float() for batch in window])
     return torch.arange(len(window), device=rows.device).repeat_interleave(rows), counts.repeat_interleave(rows)

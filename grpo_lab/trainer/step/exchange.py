@@ -1,8 +1,8 @@
 """Rows of an optimizer step, brought to the ranks that the plan puts them on; what is made of them, brought home.
 
-Only rows that move travel, as wide as the bin that they go to: one message of bytes for each pair of ranks, whatever the types and
-widths, without a header, since the plan and the widths are the same everywhere. Where nothing moves, no collective is called. One rank:
-nothing is copied. gloo and NCCL alike.
+Only rows that move travel, as wide as the bin that they go to: one message of bytes for each pair of ranks, whatever
+the types and widths, without a header, since the plan and the widths are the same everywhere. Where nothing moves, no
+collective is called. One rank: nothing is copied. gloo and NCCL alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
 
 @dataclass(frozen=True)
 class Column:
-    """One field of the rows that are sent: ``values`` 1-D, ``lengths`` ``[rows]`` numbers of each row, in the order of the rows."""
+    """One field of the rows that are sent: ``values`` 1-D, ``lengths`` ``[rows]`` numbers of each row, in the order of
+    the rows."""
 
     values: Tensor
     lengths: Ints
@@ -115,7 +116,8 @@ class Exchange:
     # -- there -------------------------------------------------------------------------------------------------------
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
-        """The rows that the plan puts here; where it has none, one row for the stand-in. A collective if any row moves."""
+        """The rows that the plan puts here; where it has none, one row for the stand-in. A collective if any row
+        moves."""
         layout = _Layout(self.numbers)
         stay = routes.rows[(routes.homes == self._rank) & (routes.ranks == self._rank)]
         if stay.size + self._arriving.rows.size == 0:
@@ -172,14 +174,17 @@ class Exchange:
     def home(
         self, made: list[tuple[list[int], Tensor]], on_the_way: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """Numbers per token of the rows that were computed, to the ranks that generated the rows. A collective if any moved.
+        """Numbers per token of the rows that were computed, to the ranks that generated the rows. A collective if any
+        moved.
 
         Args:
             made: for each of this rank's bins its rows and ``[rows, t]``, 0 beyond a completion.
-            on_the_way: their type between several ranks, the same on all (a rank may have made none). One rank keeps theirs.
+            on_the_way: their type between several ranks, the same on all (a rank may have made none). One rank keeps
+                theirs.
 
         Returns:
-            For the rows that were generated here ``[n, T]``, 0 where no bin held one, and bool ``[n, 1]``, where one did.
+            For the rows that were generated here ``[n, T]``, 0 where no bin held one, and bool ``[n, 1]``, where one
+            did.
         """
         dtype = made[0][1].dtype if made and self._ranks == 1 else on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
@@ -224,7 +229,8 @@ class _Layout:
         self._numbers = numbers
 
     def lengths(self, name: str, dims: int, routes: Routes) -> Ints:
-        """``[rows]``: without prompt padding, and for a field per token as wide as the bin that the row goes to, or less."""
+        """``[rows]``: without prompt padding, and for a field per token as wide as the bin that the row goes to, or
+        less."""
         if dims == 1:
             return np.ones_like(routes.rows)
         if name == "prompt_ids":

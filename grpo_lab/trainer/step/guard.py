@@ -1,4 +1,5 @@
-"""The numbers guard: an optimizer step with a NaN or an infinity in it is left out, on every rank, with its reason counted.
+"""The numbers guard: an optimizer step with a NaN or an infinity in it is left out, on every rank, with its reason
+counted.
 
     loss        of a micro-batch of the step, on any rank
     gradient    its norm over all ranks and parameters, which HF computes anyway
@@ -6,9 +7,10 @@
     log_prob    the engine's log-prob of a sampled token is NaN or infinite (None is "not scored", as in TRL)
     advantage   what the rule made of finite rewards is not finite
 
-The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the optimizer's step;
-there the ranks agree (one small gather where there are several, one scalar read), and the optimizer's next ``step`` does nothing:
-weights, moments and learning-rate schedule stay, gradients are dropped. A step whose numbers are finite is not touched.
+The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the
+optimizer's step; there the ranks agree (one small gather where there are several, one scalar read), and the optimizer's
+next ``step`` does nothing: weights, moments and learning-rate schedule stay, gradients are dropped. A step whose
+numbers are finite is not touched.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """No engine gets weights that are not finite, nothing is sampled from them, and no training ends with them. Every rank."""
+        """No engine gets weights that are not finite, nothing is sampled from them, and no training ends with them.
+        Every rank."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
@@ -87,8 +90,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         done = self.trainer.state.global_step
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
-                f"after step {done} the weights hold NaN or infinities, {bad}, though all numbers of the steps taken were finite: look at "
-                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} they were finite. "
+                f"after step {done} the weights hold NaN or infinities, {bad}, though all numbers of the steps taken "
+                "were finite: look at "
+                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} "
+                "they were finite. "
                 f"{last_good(str(self.trainer.args.output_dir), done)}"
             )
         self._finite_at = done
@@ -101,7 +106,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         faults.found("log_prob", str(fault))
 
     def judged(self, norm: Any) -> Any:
-        """The gradient norm of the step that is about to be taken, as it is; called on every rank. May leave the step out.
+        """The gradient norm of the step that is about to be taken, as it is; called on every rank. May leave the step
+        out.
 
         Raises:
             NumbersError: on every rank, after ``max_bad_steps`` in a row.
@@ -185,10 +191,11 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         kept = f" The batches are in {folder}/{FOLDER}." if self.settings is not None and self.settings.save else ""
         return (
             f"{limit} optimizer steps in a row could not be taken, the last one {step}: {', '.join(bad)} not finite "
-            f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{kept} {last_good(folder, self.taken)}"
+            f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{kept} "
+            f"{last_good(folder, self.taken)}"
         )
 
-    # -- HF's events, checkpoints ----------------------------------------------------------------------------------------
+    # -- HF's events, checkpoints --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.faults is None:
@@ -214,7 +221,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self.before_generation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays (``logging_nan_inf_filter: false``)."""
+        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays (``logging_nan_inf_filter:
+        false``)."""
         if self._seen and logs and "loss" in logs:
             self.trainer._tr_loss.zero_()
 
@@ -238,7 +246,8 @@ def _in_force(trainer: StepPort) -> GuardSettings | None:
         return found
     if trainer.lab_settings.guard is not None:
         raise ValueError(
-            "`guard` is on with DeepSpeed, whose engine takes the optimizer's step inside the backward, before anyone has seen the "
+            "`guard` is on with DeepSpeed, whose engine takes the optimizer's step inside the backward, before "
+            "anyone has seen the "
             "gradient norm: use DDP or FSDP2 (recipes/accelerate), or set `guard: off`"
         )
     trainer.recorder.say("DeepSpeed takes its steps itself: the guard against NaN (`guard`) is off", key="guard")
@@ -265,7 +274,8 @@ def last_good(folder: str, taken: int) -> str:
 
 
 def with_lost_loss(logs: dict[str, float], means: Mapping[str, float]) -> dict[str, float]:
-    """``logs`` with a loss of NaN where no step of the window had a finite one: HF's ``logging_nan_inf_filter`` says 0."""
+    """``logs`` with a loss of NaN where no step of the window had a finite one: HF's ``logging_nan_inf_filter`` says
+    0."""
     return {**logs, "loss": math.nan} if "loss" in logs and means.get("guard/loss") == 1.0 else logs
 
 

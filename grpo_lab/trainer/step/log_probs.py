@@ -1,8 +1,9 @@
 """Log-probs at generation (the old policy's, the reference's) in bins, and only where something reads them.
 
-TRL forwards every completion padded to the longest of the generation batch, before it knows the rewards. Here the same numbers
-come from bins without padding (``row_table``), under the conditions that the exact update checks. The old policy's
-forward is put off until the first optimizer step of the batch, whose training forward has most of the numbers anyway (``old_policy``).
+TRL forwards every completion padded to the longest of the generation batch, before it knows the rewards. Here the same
+numbers come from bins without padding (``row_table``), under the conditions that the exact update checks. The old
+policy's forward is put off until the first optimizer step of the batch, whose training forward has most of the numbers
+anyway (``old_policy``).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class GenerationForwards:
         corrected: TRL would make the sampler correction at generation.
         in_bins: bins give TRL's numbers.
         put_off: the old policy's forward is not run where TRL asks for it (before the rewards are known).
-        draws: forwards are random (dropout). TRL's old log-probs then have masks of their own, independent of those that the loss
-            is trained under, and its ratio is not 1 while the policy stands still. So it is here: nothing is put off or replaced by the
-            loss's own forward.
+        draws: forwards are random (dropout). TRL's old log-probs then have masks of their own, independent of those
+            that the loss is trained under, and its ratio is not 1 while the policy stands still. So it is here: nothing
+            is put off or replaced by the loss's own forward.
     """
 
     misaligned: bool
@@ -79,7 +80,8 @@ class GenerationForwards:
         return trl_bridge.forwards_replaced(trainer, forward, without_policy=self.put_off)
 
     def mark(self, output: dict[str, Any]) -> None:
-        """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it changed is known."""
+        """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it
+        changed is known."""
         carried = Carried(output)
         if self.in_bins and not self.put_off and not self.draws and carried.proximal_logps is not None:
             carried.as_generated = carried.proximal_logps.clone()
@@ -104,11 +106,12 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
 
 @torch.no_grad()
 def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
-    """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a token.
+    """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
+    token.
 
     Args:
-        fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right); of rows that
-            were put together from several generations also where each stood in its own.
+        fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right);
+            of rows that were put together from several generations also where each stood in its own.
 
     Every rank runs the same number of forwards (with sharded weights each one is a collective).
     """

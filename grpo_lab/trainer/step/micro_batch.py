@@ -27,7 +27,8 @@ def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> T
 
 
 def generation_budget(trainer: StepPort) -> float:
-    """Tokens of a completion at most; NaN without a limit, where nothing divides by it (``settings.inputs.check_budget``)."""
+    """Tokens of a completion at most; NaN without a limit, where nothing divides by it
+    (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
     return float("nan") if limit is None else float(limit)
 
@@ -40,8 +41,8 @@ def token_batch(
     fields: dict[str, Any],
     values: Tensor | None = None,
 ) -> TokenBatch:
-    """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its old
-    log-probs are the forward's own."""
+    """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its
+    old log-probs are the forward's own."""
     objective = trainer.algorithm.objective
     assert objective is not None
     old = proximal_log_probs(logps, fields)

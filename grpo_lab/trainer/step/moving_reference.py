@@ -1,10 +1,11 @@
-"""A reference that follows the policy: GRPO's outer loop, reference := policy (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+"""A reference that follows the policy: GRPO's outer loop, reference := policy (DeepSeekMath, arXiv 2402.03300,
+algorithm 1).
 
     reference_every: 30            after every 30th optimizer step (the sorting run of the sources; R1-Zero: 400)
     reference_every: generation    before every generation batch: the loss's KL is then to the policy that generated
 
-A batch's reference log-probs are made with the batch and stay, also where the reference moves while it is trained on. TRL's ``sync_ref_model``
-moves the reference by a callback of its own; it is carried through a resume here, too.
+A batch's reference log-probs are made with the batch and stay, also where the reference moves while it is trained on.
+TRL's ``sync_ref_model`` moves the reference by a callback of its own; it is carried through a resume here, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         unreachable = trl_bridge.whole_by_names(trainer)
         if unreachable is not None:
             raise ValueError(
-                f"`reference_every` is {every!r} with {unreachable}: a moved reference could not be saved; use DDP, ZeRO-2 or FSDP2 "
+                f"`reference_every` is {every!r} with {unreachable}: a moved reference could not be saved; use DDP, "
+                "ZeRO-2 or FSDP2 "
                 "(recipes/accelerate), or leave `reference_every` out"
             )
         trl_bridge.reference_tensors(trainer)  # whether there is one that can move
@@ -57,10 +59,11 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         trl_bridge.copy_to_reference(self.trainer)
         self._moved = True
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on every rank."""
+        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on
+        every rank."""
         if not (self._moves() or self._moved):
             return None
         tensors = self._tensors() if self._has_moved() else None
@@ -75,7 +78,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = bool(moved)
         if moved is None and self._moves():
             self.trainer.recorder.say(
-                f"`resume_from_checkpoint`: {saved.checkpoint} does not hold the reference (stock TRL, an earlier version, or a run whose "
+                f"`resume_from_checkpoint`: {saved.checkpoint} does not hold the reference (stock TRL, an earlier "
+                "version, or a run whose "
                 "reference stood still): the reference is the start model",
                 level=logging.WARNING,
             )

@@ -1,25 +1,27 @@
-"""The proximal policy's log-probs (before the update) that a loss reads: from a forward of the loss's shapes, or its own.
+"""The proximal policy's log-probs (before the update) that a loss reads: from a forward of the loss's shapes, or its
+own.
 
-In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward that it is in. Old log-probs from
-another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per sequence in bfloat16,
-where GSPO clips at 3e-4). So, for a generation batch that outlives an optimizer step:
+In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward that it is in. Old
+log-probs from another forward than the loss's make a ratio that is not 1 although the policy has not moved (5.8e-3 per
+sequence in bfloat16, where GSPO clips at 3e-4). So, for a generation batch that outlives an optimizer step:
 
     while no update has happened since the batch was generated    the loss's own forward, detached
     a micro-batch that comes again (``num_iterations`` > 1)        that same forward, kept
     a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in the
                                                                    very bins that its own step will have
 
-Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation batch gets its
-``proximal_logps`` in the first step that trains on some of it. It does not follow from ``policy_version``: a row may be trained on by
-the policy that wrote it and still bring its own (a team's, TRL's forward, dropout), and where TRL wants none (an epoch's short last
-step splits a batch) it has none after an update either.
+Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation
+batch gets its ``proximal_logps`` in the first step that trains on some of it. It does not follow from
+``policy_version``: a row may be trained on by the policy that wrote it and still bring its own (a team's, TRL's
+forward, dropout), and where TRL wants none (an epoch's short last step splits a batch) it has none after an update
+either.
 
-Where the forward is random (dropout) none of this holds: TRL's old log-probs are another draw than the loss's, and so they are here,
-made at generation for every row (``log_probs.GenerationForwards.draws``).
+Where the forward is random (dropout) none of this holds: TRL's old log-probs are another draw than the loss's, and so
+they are here, made at generation for every row (``log_probs.GenerationForwards.draws``).
 
-The bins of a later step are known where an optimizer step holds whole steps of one generation batch (``steps_per_generation`` is a multiple of
-``gradient_accumulation_steps``); elsewhere a step mixes rows of two batches or of two passes, and old log-probs are off by
-what the precision rounds.
+The bins of a later step are known where an optimizer step holds whole steps of one generation batch
+(``steps_per_generation`` is a multiple of ``gradient_accumulation_steps``); elsewhere a step mixes rows of two batches
+or of two passes, and old log-probs are off by what the precision rounds.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def needs_old_logprobs(batch: dict[str, Any]) -> bool:
 
 
 def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The micro-batches of an optimizer step with the same fields in each: ``old_logps`` (0 where there are none) and ``unmoved``."""
+    """The micro-batches of an optimizer step with the same fields in each: ``old_logps`` (0 where there are none) and
+    ``unmoved``."""
     if all(Carried(batch).proximal_logps is None for batch in window):
         return window
     marked = []
@@ -73,7 +76,8 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
-    """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the forward's own."""
+    """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the
+    forward's own."""
     own, carried = logps.detach(), Carried(fields)
     old, marked = carried.proximal_logps, carried.unmoved
     if old is None:
@@ -111,13 +115,15 @@ class OldPolicy:
         return found or []
 
     def _ahead(self) -> list[int]:
-        """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch, in order."""
+        """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch, in
+        order."""
         if not trl_bridge.wants_old_log_probs(self._trainer)[0] or not self._buffer:
             return []
         return self._trainer.phase.ahead()
 
     def comes_again(self, window: int) -> bool:
-        """Whether a micro-batch of this step is trained on again and has no old log-probs yet: then its forward is kept."""
+        """Whether a micro-batch of this step is trained on again and has no old log-probs yet: then its forward is
+        kept."""
         return any(place is not None for place in self._again(window))
 
     def _again(self, window: int) -> list[int | None]:
@@ -125,7 +131,8 @@ class OldPolicy:
         return [p if p in ahead and needs_old_logprobs(buffer[p]) else None for p in self._trainer.phase.here(window)]
 
     def before_update(self, window: int, verdict: Verdict) -> int:
-        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes that this rank received."""
+        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes
+        that this rank received."""
         ahead, buffer = self._ahead(), self._buffer
         known: set[int | None] = set(self._trainer.phase.here(window))
         size, received = self._trainer.phase.accumulation, 0
@@ -173,13 +180,15 @@ def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
 
 
 def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Context for TRL's forward on a micro-batch: rows of several generations keep the positions that each had in its own."""
+    """Context for TRL's forward on a micro-batch: rows of several generations keep the positions that each had in its
+    own."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
     return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
 
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
-    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has any."""
+    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has
+    any."""
     carried, unmoved = Carried(batch), reads_own_forward(batch).unsqueeze(1) & made
     old = carried.proximal_logps
     carried.proximal_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)

@@ -1,4 +1,5 @@
-"""An empty optimizer after every generation batch: Kimi k1.5 resets it each iteration (arXiv 2501.12599, section 2.3.2).
+"""An empty optimizer after every generation batch: Kimi k1.5 resets it each iteration (arXiv 2501.12599, section
+2.3.2).
 
 The reason given there: the data of an iteration come from another policy than the moments of the iterations before. The
 learning-rate schedule goes on; weights, gradients and the schedule are not touched.
@@ -28,9 +29,9 @@ def empty_optimizer(optimizer: Any) -> None:
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either.
 
-    ``before_generation`` does it again when a new batch is generated. A run resumed inside a batch goes on with that batch and
-    with the moments of its updates so far (``generation_buffer``); where the checkpoint holds no batch it is generated anew,
-    and that is a new iteration.
+    ``before_generation`` does it again when a new batch is generated. A run resumed inside a batch goes on with that
+    batch and with the moments of its updates so far (``generation_buffer``); where the checkpoint holds no batch it is
+    generated anew, and that is a new iteration.
 
     Raises:
         ValueError: DeepSpeed, whose engine keeps the optimizer's state where this does not reach, or an optimizer with
@@ -65,13 +66,15 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
             moved = [name for name in after if after[name] != before.get(name)]
             if moved:
                 raise ValueError(
-                    f"`reset_optimizer` is on, but this optimizer (`optim`={self.trainer.args.optim!r}) keeps state in its "
+                    f"`reset_optimizer` is on, but this optimizer (`optim`={self.trainer.args.optim!r}) keeps state "
+                    "in its "
                     f"parameter groups ({moved[0]!r}), which a reset would not reach: use AdamW or SGD"
                 )
 
 
 def idle_pull(trainer: StepPort) -> str | None:
-    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were made."""
+    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were
+    made."""
     objective, args = trainer.algorithm.objective, trainer.args
     push = None if objective is None else objective.surrogate
     idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
@@ -81,7 +84,8 @@ def idle_pull(trainer: StepPort) -> str | None:
     return (
         f"`objective.{idle[0]}` has no effect: each generation batch gets a single update (steps_per_generation="
         f"{args.steps_per_generation}, num_iterations={trainer.num_iterations}, gradient_accumulation_steps="
-        f"{args.gradient_accumulation_steps}), so the policy is the reference; raise `steps_per_generation` or `num_iterations`"
+        f"{args.gradient_accumulation_steps}), so the policy is the reference; raise `steps_per_generation` or "
+        "`num_iterations`"
     )
 
 

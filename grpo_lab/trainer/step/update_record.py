@@ -1,4 +1,5 @@
-"""What an optimizer step says for the log: what it computed against stock TRL, and its bins' entropy, KL and diagnostics."""
+"""What an optimizer step says for the log: what it computed against stock TRL, and its bins' entropy, KL and
+diagnostics."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """Rows of micro-batches as TRL cut them: long ``[rows, 3]`` (prompt and completion tokens, 1 where the row is live), padded tokens."""
+    """Rows of micro-batches as TRL cut them: long ``[rows, 3]`` (prompt and completion tokens, 1 where the row is
+    live), padded tokens."""
 
     table: torch.Tensor
     padded: int
@@ -58,8 +60,8 @@ class UpdateRecord:
         self._described: dict[str, Any] = {}
 
     def described(self, found: Verdict) -> dict[str, Any]:
-        """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason, ``randomness`` where the update is exact
-        in distribution only, and the price in the first step."""
+        """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason,
+        ``randomness`` where the update is exact in distribution only, and the price in the first step."""
         return self._described or _described(found)
 
     def in_bins(
@@ -71,8 +73,8 @@ class UpdateRecord:
         budget: int,
         received: int,
     ) -> None:
-        """A step that was computed in bins; ``window`` holds this rank's micro-batches, all of one size on every rank, ``received`` the bytes
-        that came to this rank for it."""
+        """A step that was computed in bins; ``window`` holds this rank's micro-batches, all of one size on every rank,
+        ``received`` the bytes that came to this rank for it."""
         world = self.trainer.accelerator.num_processes
         stock = world * sum(
             (b["prompt_ids"].size(1) + b["completion_ids"].size(1)) * b["prompt_ids"].size(0) for b in window
@@ -84,7 +86,8 @@ class UpdateRecord:
         self._record(rows, len(numbers), plan.tokens_live, plan.tokens_computed, stock)
         if found.draws:
             self.trainer.recorder.say(
-                "exact update: dropout is active, and its masks are drawn for the rows that are computed: stock's update in distribution, "
+                "exact update: dropout is active, and its masks are drawn for the rows that are computed: stock's "
+                "update in distribution, "
                 "not number by number (`update.randomness: same_draws` takes stock's draws, in its batches)",
                 key="exact update: same distribution",
             )
@@ -96,7 +99,8 @@ class UpdateRecord:
             self._say(found, found.all_rows, plan.tokens_computed, self._needed(lengths, budget), stock)
 
     def as_trl(self, inputs: dict[str, Any], found: Verdict, budget: int | None) -> None:
-        """A micro-batch that stays as TRL cut it; recorded with the last one of an optimizer step. A collective then."""
+        """A micro-batch that stays as TRL cut it; recorded with the last one of an optimizer step. A collective
+        then."""
         self._parts.append(_Lengths.of(inputs))
         if not self.trainer.accelerator.sync_gradients:
             return
@@ -119,7 +123,8 @@ class UpdateRecord:
         what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
         times = f": {computed / needed:.1f} times as many" if needed else ", since no row carries an advantage"
         self.trainer.recorder.say(
-            f"exact update: {what}: {reason}. This step computed {computed} tokens where live rows in bins have {needed}{times}",
+            f"exact update: {what}: {reason}. This step computed {computed} tokens where live rows in bins have "
+            f"{needed}{times}",
             key=_key(reason),
             level=logging.INFO if found.chosen else logging.WARNING,
         )
@@ -182,7 +187,8 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
 def _record_sampler(
     trainer: StepPort, book: MetricBook, batch: TokenBatch, sampler_logps: Tensor, origin: Origin | None
 ) -> None:
-    """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation (there TRL logs it)."""
+    """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation (there TRL logs
+    it)."""
     weights, mask, how = batch.sampler_weights, batch.mask, trainer.correction
     quartiles = Carried(batch.extras).length_quartile
     assert weights is not None
@@ -203,8 +209,8 @@ def _record_sampler(
 def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
     """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
 
-    ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token cannot
-    be read off a bin that is one token wide (a dummy, completions of one token): ``per_row`` asks the objective.
+    ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token
+    cannot be read off a bin that is one token wide (a dummy, completions of one token): ``per_row`` asks the objective.
     """
     objective = trainer.algorithm.objective
     assert objective is not None

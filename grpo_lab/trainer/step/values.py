@@ -1,7 +1,7 @@
 """The critic's values: at generation, in the forward of a micro-batch or bin, and in the loss.
 
-The value loss is one more term per token, averaged as the policy's: loss_t = policy_t + vf_coef · value_t. It reads every token of the
-policy, whatever its advantage, so that no row can be left out (``LiveConditions.value_loss``).
+The value loss is one more term per token, averaged as the policy's: loss_t = policy_t + vf_coef · value_t. It reads
+every token of the policy, whatever its advantage, so that no row can be left out (``LiveConditions.value_loss``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in; nothing happens without a critic."""
+    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in; nothing happens without
+    a critic."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
@@ -45,7 +46,8 @@ def values_of_micro_batch(heard: list[Tensor], width: int) -> Tensor | None:
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
-    """``[B, T]``: the policy's loss (the hook ``token_loss``) and, with a critic, vf_coef times its own; in its warm-up the latter alone."""
+    """``[B, T]``: the policy's loss (the hook ``token_loss``) and, with a critic, vf_coef times its own; in its warm-up
+    the latter alone."""
     value = trainer.algorithm.value
     if value is None:
         return trainer.token_loss(batch)
@@ -58,7 +60,8 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
 
 
 def _targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Old values and returns (0 where there are none), and bool ``[B, T]``: where there are. A completion that nobody could score has none."""
+    """Old values and returns (0 where there are none), and bool ``[B, T]``: where there are. A completion that nobody
+    could score has none."""
     carried = Carried(batch.extras)
     old, returns = carried.old_values, carried.returns
     assert old is not None
@@ -69,7 +72,8 @@ def _targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def value_metrics(trainer: StepPort, batch: TokenBatch) -> dict[str, Tensor]:
-    """Per token ``[B, T]``, for the log: the critic's loss, where its clip acts, and how far the policy has moved, ½(log π − log π_old)²."""
+    """Per token ``[B, T]``, for the log: the critic's loss, where its clip acts, and how far the policy has moved,
+    ½(log π − log π_old)²."""
     value = trainer.algorithm.value
     if value is None or batch.values is None:
         return {}
@@ -84,7 +88,8 @@ def value_metrics(trainer: StepPort, batch: TokenBatch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
-    """``[B, T]`` of this rank's completions, 0 where a token is not the policy's: in bins where those are exact, else as TRL forwards."""
+    """``[B, T]`` of this rank's completions, 0 where a token is not the policy's: in bins where those are exact, else
+    as TRL forwards."""
     mask = loss_mask(batch)
     return safe(_in_bins(trainer, batch) if _bins_are_exact(trainer, batch) else _as_trl(trainer, batch), mask)
 

@@ -68,8 +68,8 @@ def supervised(
     where: str = "training",
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The trainer
-    saves to ``output_dir``, as in ``cold_start``. ``train``: what trains the trainer; default: its ``train()``.
+    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The
+    trainer saves to ``output_dir``, as in ``cold_start``. ``train``: what trains the trainer; default: its ``train()``.
 
     Raises:
         ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.

@@ -5,18 +5,20 @@
 
 SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
 being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
-paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the form in
-which lecture notes write it.
+paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
+form in which lecture notes write it.
 
 Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see `weighted.implicit_weight`.
 
-TRL's DPO and CPO trainers, which also log how strongly each pair pulls: the implicit reward's weight. Losses are TRL's, untouched.
+TRL's DPO and CPO trainers, which also log how strongly each pair pulls: the implicit reward's weight. Losses are TRL's,
+untouched.
 
     w(θ) = σ(r̂(x, y⁻) − r̂(x, y⁺))            DPO, arXiv 2305.18290, the gradient of eq. 7: ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]
     DPO     r̂ = β log π(y|x)/π₀(y|x)
     SimPO   r̂ = β log π(y|x)/|y|, and γ is added inside of σ: σ(r̂(y⁻) − r̂(y⁺) + γ)       arXiv 2405.14734, section 2.3
 
-w is near 1 where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
+w is near 1 where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is
+learned.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def prefer(
     reference: Any = None,
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join in).
+    """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join
+    in).
 
     Args:
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
@@ -113,12 +116,13 @@ def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float 
 
 @cache
 def weighted_dpo() -> type:
-    """``trl.DPOTrainer`` that logs ``rewards/weight``, for the implicit reward β log π/π₀ (reverse KL) with whole log-ratios."""
+    """``trl.DPOTrainer`` that logs ``rewards/weight``, for the implicit reward β log π/π₀ (reverse KL) with whole
+    log-ratios."""
     from trl import DPOTrainer
 
     class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
-        """TRL averages the rewards before it logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes
-        them, on the models' way out.
+        """TRL averages the rewards before it logs them, and a mean of σ is no σ of means: log-probs are taken where TRL
+        computes them, on the models' way out.
         """
 
         def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
@@ -139,7 +143,8 @@ def weighted_dpo() -> type:
             return loss
 
         def _implicit_rewards(self, seen: list[torch.Tensor], inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            """β (log π − log π₀) of the chosen and the rejected, [pairs] each; TRL's batch is all chosen, then all rejected."""
+            """β (log π − log π₀) of the chosen and the rejected, [pairs] each; TRL's batch is all chosen, then all
+            rejected."""
             length = inputs["completion_mask"].shape[1] - 1
             reference: Any
             policy = seen[0][:, -length:].sum(dim=1).chunk(2)

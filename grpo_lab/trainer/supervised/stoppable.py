@@ -1,9 +1,11 @@
-"""A supervised or preference training inside a longer command that is asked to stop: a checkpoint within the step, and on from it to the bit.
+"""A supervised or preference training inside a longer command that is asked to stop: a checkpoint within the step, and
+on from it to the bit.
 
-TRL's SFT, DPO and CPO trainers write no checkpoint here of themselves (``save_strategy: no``). Asked to stop, the step under way ends and is
-logged; then transformers' checkpoint and, beside it, what it does not hold go into ``place``, whole or not at all: what the training is
-of, loss and metrics since the last log, the sum of the losses, tokens seen (the entry ``training`` of the record, ``resume/state.py``).
-The same training, begun again, goes on from there. One of other rows, settings or another model begins anew.
+TRL's SFT, DPO and CPO trainers write no checkpoint here of themselves (``save_strategy: no``). Asked to stop, the step
+under way ends and is logged; then transformers' checkpoint and, beside it, what it does not hold go into ``place``,
+whole or not at all: what the training is of, loss and metrics since the last log, the sum of the losses, tokens seen
+(the entry ``training`` of the record, ``resume/state.py``). The same training, begun again, goes on from there. One of
+other rows, settings or another model begins anew.
 """
 
 from __future__ import annotations
@@ -81,8 +83,10 @@ class StoppableTraining:
                 raise
             shutil.rmtree(self.place / SAVING, ignore_errors=True)
             raise CheckpointNotWritten(
-                f"asked to stop, and the checkpoint of step {trainer.state.global_step} could not be written to {self.place}: "
-                f"{type(error).__name__}: {error}. Mend that; the same command goes on with this training from step {self.step}"
+                f"asked to stop, and the checkpoint of step {trainer.state.global_step} could not be written to "
+                f"{self.place}: "
+                f"{type(error).__name__}: {error}. Mend that; the same command goes on with this training from step "
+                f"{self.step}"
             ) from error
 
     def done(self) -> None:

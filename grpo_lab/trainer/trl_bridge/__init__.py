@@ -1,7 +1,7 @@
 """Everything private of TRL (and of the Trainer below it) that this room relies on, in one place.
 
-``tests/contract/test_trl_bridge.py`` pins each name, signature and behaviour listed here. When TRL moves, this folder and
-that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
+``tests/contract/test_trl_bridge.py`` pins each name, signature and behaviour listed here. When TRL moves, this folder
+and that test are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
     names       what is overridden, called, read      forwards   log-probs in bins and what replaces TRL's
     gradients   backward, sharding, loading           logs       metrics and tables that TRL has written

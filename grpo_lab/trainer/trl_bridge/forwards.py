@@ -23,16 +23,18 @@ def completion_log_probs(
     position_ids: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels`` (−100 = not scored, 0 there) by TRL's fused LM head.
+    """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
+    (−100 = not scored, 0 there) by TRL's fused LM head.
 
-    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL feeds
-    left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it would
-    have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal model cannot
-    look, so there is no ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
+    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL
+    feeds left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it
+    would have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal
+    model cannot look, so there is no ``attention_mask`` (but for a hole in a row) and the kernels take their causal
+    path.
 
-    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with Triton it
-    picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not under
-    ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
+    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with
+    Triton it picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not
+    under ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
     """
     inputs = {"input_ids": input_ids, "position_ids": position_ids}
     if attention_mask is not None:
@@ -56,7 +58,8 @@ def completion_log_probs(
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where asked for."""
+    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where
+    asked for."""
     found: tuple[Any, Any, Any] = trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -86,7 +89,8 @@ def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _states_at(layers: torch.nn.Module, places: Tensor) -> Iterator[None]:
-    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B × L]``."""
+    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B ×
+    L]``."""
 
     def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
@@ -106,11 +110,13 @@ def forwards_replaced(
     """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
 
     Args:
-        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows the
-            rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where needed.
+        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows
+            the rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where
+            needed.
 
-    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an adapter context,
-    which is how they are told apart: TRL asks for the policy once, and before the reference. Multimodal forwards stay TRL's.
+    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an
+    adapter context, which is how they are told apart: TRL asks for the policy once, and before the reference.
+    Multimodal forwards stay TRL's.
 
     Yields a list that holds ``"policy"`` once its forward was left out.
     """
@@ -134,7 +140,8 @@ def forwards_replaced(
 
 @contextlib.contextmanager
 def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
-    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]`` (None: as is)."""
+    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]``
+    (None: as is)."""
     if position_ids is None:
         yield
         return
@@ -151,7 +158,8 @@ def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor |
 
 @contextlib.contextmanager
 def without_autocast(trainer: Any) -> Iterator[None]:
-    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no change)."""
+    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no
+    change)."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
     plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
     with contextlib.ExitStack() as stack:

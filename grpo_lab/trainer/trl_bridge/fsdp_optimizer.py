@@ -1,9 +1,10 @@
 """FSDP2: an optimizer's state as it is, also where trained weights have none yet.
 
-Weights without moments are those that have made no step: the policy's in ``value.warmup_steps``, all of them where the guard has left
-out every step so far, an expert that no token was sent to. torch 2.13 makes them up when it saves an optimizer that has none at all (by a step with
-zero gradients, counted in AdamW's bias correction, in the running training, too), and refuses the checkpoint that lacks some: "Missing
-optimizer state for parameter". So a checkpoint names them, and those alone may be missing, and are missing again after the load.
+Weights without moments are those that have made no step: the policy's in ``value.warmup_steps``, all of them where the
+guard has left out every step so far, an expert that no token was sent to. torch 2.13 makes them up when it saves an
+optimizer that has none at all (by a step with zero gradients, counted in AdamW's bias correction, in the running
+training, too), and refuses the checkpoint that lacks some: "Missing optimizer state for parameter". So a checkpoint
+names them, and those alone may be missing, and are missing again after the load.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def without_moments(trainer: Any) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
-    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments afterwards."""
+    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments
+    afterwards."""
     if not named or not _is_fsdp2(trainer):
         yield
         return

@@ -1,4 +1,5 @@
-"""Backwards as HF's loop, accelerate and DeepSpeed want them; TRL's reference, a model or the adapter ``ref``; TRL's logs put right."""
+"""Backwards as HF's loop, accelerate and DeepSpeed want them; TRL's reference, a model or the adapter ``ref``; TRL's
+logs put right."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
 
 
 def backward(trainer: Any, loss: Tensor) -> None:
-    """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and DeepSpeed
-    would divide it by ``gradient_accumulation_steps`` once more."""
+    """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and
+    DeepSpeed would divide it by ``gradient_accumulation_steps`` once more."""
     deepspeed = trainer.accelerator.distributed_type == "DEEPSPEED"
     trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
@@ -40,9 +41,9 @@ def backward(trainer: Any, loss: Tensor) -> None:
 def put_aside(trainer: Any) -> Tensor:
     """The loss of a micro-batch that is only put aside: a constant 0.
 
-    Under DeepSpeed HF's backward of it is left out: ZeRO-1 and 2 make their gradient buckets when a gradient arrives and read them at
-    the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``), and offloaded gradients of the step before would be
-    taken for this step's.
+    Under DeepSpeed HF's backward of it is left out: ZeRO-1 and 2 make their gradient buckets when a gradient arrives
+    and read them at the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``), and offloaded gradients
+    of the step before would be taken for this step's.
     """
     accelerator = trainer.accelerator
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
@@ -59,10 +60,11 @@ def put_aside(trainer: Any) -> Tensor:
 
 
 def leave_out_step(optimizer: Any) -> None:
-    """HF's next ``optimizer.step()`` does nothing and counts as skipped: accelerate says so, and HF leaves the schedule as it is.
+    """HF's next ``optimizer.step()`` does nothing and counts as skipped: accelerate says so, and HF leaves the schedule
+    as it is.
 
-    Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled the gradients,
-    its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
+    Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
+    the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
 
     Args:
         optimizer: accelerate's wrapper.
@@ -87,7 +89,8 @@ def step_was_taken(optimizer: Any) -> None:
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Whether a gradient that is not finite may be fp16's scaling: a scaler leaves such a step out and halves its scale, down to 1."""
+    """Whether a gradient that is not finite may be fp16's scaling: a scaler leaves such a step out and halves its
+    scale, down to 1."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 
@@ -96,9 +99,9 @@ def overflow_of_scaler(accelerator: Any) -> bool:
 def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
 
-    With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves zeros on the
-    others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself and does not, so that
-    with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
+    With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
+    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself
+    and does not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
     """
     from trl.trainer import grpo_trainer
 
@@ -121,7 +124,8 @@ def reference_model_in_full() -> Iterator[None]:
 def plain_cpu(args: Any) -> Iterator[None]:
     """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0".
 
-    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no "cpu:0" there.
+    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no
+    "cpu:0" there.
     """
     if args.device.type != "cpu":
         yield
@@ -135,7 +139,8 @@ REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 
 def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are sharded.
+    """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are
+    sharded.
 
     Raises:
         ValueError: there is no reference that could move, or it is built otherwise than the policy.
@@ -148,7 +153,8 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
     if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
         raise ValueError(
-            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: a copy of the one "
+            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: "
+            "a copy of the one "
             "is not the other (`reference_every`, `sync_ref_model`)"
         )
     return {name: (value, source) for (name, value), (_, source) in zip(ours, theirs, strict=True)}
@@ -157,7 +163,8 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
 def _of_adapters(policy: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
         raise ValueError(
-            "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the reference is the base "
+            "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
+            "reference is the base "
             "model with the adapter off, which cannot move: give the trainer a model that has its adapter already "
             "(`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave `reference_every` out"
         )
@@ -177,8 +184,9 @@ def copy_to_reference(trainer: Any) -> None:
 def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
     """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
 
-    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in
-    folders or the one beside them: the copy alone, so that the policy would start again where it began, with a warm optimizer.
+    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either
+    the adapters in folders or the one beside them: the copy alone, so that the policy would start again where it began,
+    with a warm optimizer.
     """
     policy = trainer.accelerator.unwrap_model(trainer.model)
     saved = Path(checkpoint)
@@ -228,7 +236,8 @@ def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
 
 
 def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
-    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left out."""
+    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left
+    out."""
     logged = trainer._logs
     columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
     columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}

@@ -16,8 +16,9 @@ def teams(trainer: Any, method: str) -> str | None:
     """``Class.method`` where a team's code stands in the place of ``method`` or over it; None where nobody's does.
 
     Args:
-        trainer: a trainer, which may hold a function of that name itself (``trainer.compute_loss = …``), or its class. A team's class counts
-            wherever it stands among the bases, and so does a team's function on a library's class.
+        trainer: a trainer, which may hold a function of that name itself (``trainer.compute_loss = …``), or its class.
+            A team's class counts wherever it stands among the bases, and so does a team's function on a library's
+            class.
     """
     if not isinstance(trainer, type):
         if not _is_librarys(vars(trainer).get(method)):
@@ -29,7 +30,8 @@ def teams(trainer: Any, method: str) -> str | None:
 
 
 def hf_runs_the_step() -> bool:
-    """Whether HF's own ``training_step`` is being run, so that HF runs the backward: a team's asked ``super()``, or there is none."""
+    """Whether HF's own ``training_step`` is being run, so that HF runs the backward: a team's asked ``super()``, or
+    there is none."""
     code, frame = inspect.unwrap(Trainer.training_step).__code__, inspect.currentframe()
     while isinstance(frame, FrameType) and frame.f_code is not code:
         frame = frame.f_back

@@ -7,13 +7,15 @@ SUPPORTED_TRL: tuple[str, ...] = ("1.15", "1.16")
 
 
 def refuse_untested(found: str) -> None:
-    """Raise ``ImportError`` for a release of TRL whose private methods nobody compared with what this room relies on."""
+    """Raise ``ImportError`` for a release of TRL whose private methods nobody compared with what this room relies
+    on."""
     if ".".join(found.split(".")[:2]) not in SUPPORTED_TRL:
         listing = ", ".join(f"{minor}.*" for minor in SUPPORTED_TRL)
         newest = SUPPORTED_TRL[-1]
         raise ImportError(
             f"grpo_lab was tested with trl {listing} and found trl {found}: its trainer overrides private methods that "
-            f"may have moved. Install one of those: pip install 'trl=={newest}.*'. What moved between {newest} and another release: "
+            f"may have moved. Install one of those: pip install 'trl=={newest}.*'. What moved between {newest} and "
+            "another release: "
             f"`python scripts/check_upstream.py {found}` in a checkout of grpo_lab"
         )
 
