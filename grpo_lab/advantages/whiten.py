@@ -4,7 +4,8 @@ its own.
 Whether a rule makes one advantage a completion or one a token: an attribute of the rule, never its type.
 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
-    level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); NaN and infinity are refused
+    level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); NaN and infinity are
+                                  refused
 
 A rule of level ``token`` works in two stages. One: statistics, on the table of all ranks (``values``, ``total``,
 ``steps``), which is small and the same everywhere. Two: spread on ``table.local`` (``rows``, ``mask``, ``lengths``), so

@@ -56,7 +56,10 @@ _TWO_VALUED: Final = frozenset(
 )
 
 # --- requests ------------------------------------------------------------------------------------------------------
-_START = r"(?:^|[.,;:!?，。；：)\]}]|\b(?:then|and|also|hence|thus|please|you|must|should|exercise|problem|or)\b)[\s*$\"“(]*(?:\w{1,12}ly,? )?"
+_START = (
+    r"(?:^|[.,;:!?，。；：)\]}]|\b(?:then|and|also|hence|thus|please|you|must|should|exercise|problem|or)\b)"
+    r"[\s*$\"“(]*(?:\w{1,12}ly,? )?"
+)
 _PROVE = re.compile(
     rf"{_START}(?:(?:dis)?prove\b|verify\b|demonstrate\b|deduce\b|justify\b|(?:give|write) (?:a|another|the) proof\b"
     r"|show\b(?! (?:your|all|each|his|her|their|my|work|steps|up|off|me)\b))|(?<!to )\b(?:show|prove) that\b|证明|求证",
@@ -70,10 +73,14 @@ _TRUE_OR_FALSE = re.compile(
     r"or wrong)\b"
     r"|\b(?:yes|true)\b\W{1,6}or\W{1,6}(?:no|false)\b"
     r"|\b(?:is|are) (?:this|it|that|the (?:above |following )?(?:statement|claim|assertion|proposition)s?)"
-    r" (?:true|false|correct|valid|right)\s*[?？]|对还是错|[(（]判断对错[)）]|[吗嗎]\s*[?？]?\s*$|(?<![什怎多])么\s*[?？]\s*$",
+    r" (?:true|false|correct|valid|right)\s*[?？]|对还是错|[(（]判断对错[)）]"
+    r"|[吗嗎]\s*[?？]?\s*$|(?<![什怎多])么\s*[?？]\s*$",
     re.IGNORECASE,
 )
-_AUXILIARY = r"(?:(?:is|are|was|were|do|does|did|can|could|would|should|has|have|had)(?:n't)?|am|will|won't|can't|shall|may|might|must)"
+_AUXILIARY = (
+    r"(?:(?:is|are|was|were|do|does|did|can|could|would|should|has|have|had)(?:n't)?"
+    r"|am|will|won't|can't|shall|may|might|must)"
+)
 _LEADING = r"^(?:question|q|problem|\d+)?\s?[:.)]?[\"“'(*\s]*"
 _YES_NO_FIRST = re.compile(rf"{_LEADING}{_AUXILIARY}\s+\S", re.IGNORECASE)
 _YES_NO_LATER = re.compile(rf"(?:[,;:，；：]\s*|\bthen ){_AUXILIARY}\s+\S", re.IGNORECASE)

@@ -4,7 +4,8 @@ long ones.
     right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
     contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
     shortest_correct   of n = 8 samples the shortest right one → SFT rows
-    preference_pairs   the shortest right one against longer ones: wrong ones, and right ones at least 1.5 times as long → DPO rows
+    preference_pairs   the shortest right one against longer ones: wrong ones, and right ones at least 1.5 times as long
+                       → DPO rows
 
 Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations
 (RFT, arXiv 2308.01825, section 3.3), or their normalised words. The last two are long2short's (Kimi k1.5, arXiv

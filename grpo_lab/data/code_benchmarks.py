@@ -31,8 +31,9 @@ def load_humaneval(
     prompt defines beside that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the
     tests' own copy is what they call.
 
+    ``source``, ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
+
     Args:
-        source, template, system_prompt: as in ``load_gsm8k``.
         split: HumanEval has ``test`` alone.
 
     Returns:
@@ -76,8 +77,9 @@ def load_mbpp(
     The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's
     name.
 
+    ``source``, ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
+
     Args:
-        source, template, system_prompt: as in ``load_gsm8k``.
         split: ``train``, ``test``, ``validation`` or ``prompt``.
         config: which form, where ``source`` is a hub name.
         shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has

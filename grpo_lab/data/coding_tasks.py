@@ -1,6 +1,7 @@
 """Endless, seeded coding tasks with tests, for runs that need no download.
 
-    Write a Python function f(x). x is a list of whole numbers. Add 3 to each number. Keep the even numbers. Return their sum.
+    Write a Python function f(x). x is a list of whole numbers. Add 3 to each number. Keep the even numbers. Return
+    their sum.
 
     def f(x):
         x = [n + 3 for n in x]
@@ -88,8 +89,9 @@ def coding_tasks(
     ``tests`` is a text of assertions, ``solution`` the program that the task was made with, ``worked_solution`` the
     same in a fenced block.
 
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
     Args:
-        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most steps before the ``return``, both included.
         tests: assertions of each task.
 

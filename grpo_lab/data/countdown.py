@@ -42,8 +42,9 @@ def countdown(
 ) -> Dataset:
     """``n`` different games: columns ``prompt, template, question, numbers, target, solution, worked_solution``.
 
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
     Args:
-        seed, split, template, system_prompt: as in ``word_problems``.
         numbers: fewest and most numbers of a game, both included.
         largest: no given number is larger. All are whole and positive, as is every step of the solution that the game
             was made from.

@@ -54,8 +54,9 @@ def proofs(
     """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
     steps``.
 
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
     Args:
-        seed, split, template, system_prompt: as in ``word_problems``.
         steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
 
     Raises:

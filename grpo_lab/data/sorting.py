@@ -42,8 +42,9 @@ def sorting(
     """``n`` different prompts, each of them as likely as any other: columns ``prompt, template, question, solution,
     worked_solution, numbers``.
 
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
     Args:
-        seed, split, template, system_prompt: as in ``word_problems``.
         length: L, numbers of a prompt.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
 

@@ -22,12 +22,14 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 #: What only the machine of the run can have: number formats of a GPU, engines, sharding, kernels.
 OF_THE_MACHINE: dict[str, Any] = {
-    "bf16": False, "fp16": False, "tf32": None, "bf16_full_eval": False, "fp16_full_eval": False, "torch_compile": False,
+    "bf16": False, "fp16": False, "tf32": None, "bf16_full_eval": False, "fp16_full_eval": False,
+    "torch_compile": False,
     "fsdp": None, "fsdp_config": None, "deepspeed": None, "use_liger_kernel": False, "dataloader_pin_memory": False,
 }  # fmt: skip
 #: What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded.
 NOT_BUILT: dict[str, Any] = {
-    "use_cpu": True, "use_vllm": False, "rollout": None, "push_to_hub": False, "report_to": "none", "model_init_kwargs": None,
+    "use_cpu": True, "use_vllm": False, "rollout": None, "push_to_hub": False, "report_to": "none",
+    "model_init_kwargs": None,
     "enable_jit_checkpoint": False, "max_hours": None, "stop_file": None, "save_checksums": True,
 }  # fmt: skip
 

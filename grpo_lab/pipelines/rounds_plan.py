@@ -61,7 +61,8 @@ def train(recipe: RoundsRecipe) -> str:
     reference = ""
     if recipe.method == "dpo":
         own = recipe.pairs is None or recipe.pairs.reference == "round"
-        reference = f"; reference: {'the model that the round trains, as it begins' if own else 'the start model in every round'}"
+        model = "the model that the round trains, as it begins" if own else "the start model in every round"
+        reference = f"; reference: {model}"
     return f"TRL's {trainer} from {begin}{reference}; {settings_in_words(recipe.training)}"
 
 

@@ -51,7 +51,13 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 COLUMNS = [
-    *[("round", "{round}"), ("right", "{right_share:.1%}"), ("kept", "{kept_share:.1%}"), ("ways", "{ways:.2f}"), ("rows", "{rows:,}")],
-    *[("tokens", "{tokens_total:,}"), ("held-out accuracy", ACCURACY), ("length", "{length:.1f}")],
-]  # fmt: skip
+    ("round", "{round}"),
+    ("right", "{right_share:.1%}"),
+    ("kept", "{kept_share:.1%}"),
+    ("ways", "{ways:.2f}"),
+    ("rows", "{rows:,}"),
+    ("tokens", "{tokens_total:,}"),
+    ("held-out accuracy", ACCURACY),
+    ("length", "{length:.1f}"),
+]
 """What fits on a terminal; the page and `rounds.jsonl` have the rest. ``tokens``: generated so far."""

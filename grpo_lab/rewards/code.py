@@ -10,11 +10,13 @@ the program in another one behind walls, which is asked for values and answers w
 The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it
 (SYNTHETIC-1):
 
-    assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such lines, or
-                 {"functional": text} (LeetCode in rllm and code-r1)
-    pairs        [{"input": …, "output": …}, …], [[input, output], …], {"input(s)": […], "output(s)": […]}: a script's text
-    calls        the same with the name of a function (``fn_name``, ``entry_point``, or ``func_name`` in ``metadata``): its arguments, as a
-                 list, and what it must return; or both as JSON text, an argument a line (LiveCodeBench, verl)
+    assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such
+                 lines, or {"functional": text} (LeetCode in rllm and code-r1)
+    pairs        [{"input": …, "output": …}, …], [[input, output], …], {"input(s)": […], "output(s)": […]}: a script's
+                 text
+    calls        the same with the name of a function (``fn_name``, ``entry_point``, or ``func_name`` in ``metadata``):
+                 its arguments, as a list, and what it must return; or both as JSON text, an argument a line
+                 (LiveCodeBench, verl)
 """
 
 from __future__ import annotations

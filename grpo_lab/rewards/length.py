@@ -135,7 +135,7 @@ def _with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
         return schedule
     if not isinstance(schedule, Constant):
         raise ValueError(
-            f"`warmup_steps={warmup_steps}` is the short form for a constant weight; with weight={schedule!r} say it in "
-            "the schedule and leave `warmup_steps` at 0"
+            f"`warmup_steps={warmup_steps}` is the short form for a constant weight; with weight={schedule!r} say it "
+            "in the schedule and leave `warmup_steps` at 0"
         )
     return Warmup(start=warmup_steps, value=schedule.value)

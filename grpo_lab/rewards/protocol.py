@@ -199,9 +199,9 @@ class GroupReward(ABC):
             values = self.sources[name](prompts=prompts, completions=said, completion_ids=ids, **group.columns)
             return checked_scores(values, len(group), f"reward {name!r} (`sources` of {self.name})")
         raise ValueError(
-            f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. Add it to "
-            f"`reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no reward the "
-            "values of another one)"
+            f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. "
+            f"Add it to `reward_funcs` of LabTrainer, or hand the callable itself to {self.name} (stock TRL shows no "
+            "reward the values of another one)"
         )
 
     def __call__(

@@ -1,10 +1,10 @@
 """SortingReward: how well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and
 show it.
 
-    distance                       Σ_i 1[o_i = sorted(q)_i]                                                     0 … L
-    inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                                     0 … 2L − 1
-    inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]                        0 … 2L − 1
-    exact                          1[o = sorted(q)]                                                            0 or 1
+    distance                       Σ_i 1[o_i = sorted(q)_i]                                           0 … L
+    inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                           0 … 2L − 1
+    inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]              0 … 2L − 1
+    exact                          1[o = sorted(q)]                                                  0 or 1
 
 Source: CS336 lecture 17. Its code has ``inclusion_ordering``, its formula counts with multiplicity: for [4, 2, 4, 4] →
 [0, 2, 4, 6] 7 and 5. A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.

@@ -4,9 +4,11 @@ command goes on.
 The protocol of a stage:
 
     name     its marker is ``<name>.json`` in the folder that it works in
-    inputs   the stages before it whose facts it reads; ``carry_out`` refuses a list in which one of them does not come before it
+    inputs   the stages before it whose facts it reads; ``carry_out`` refuses a list in which one of them does not come
+             before it
     plan()   what it will do, title → words: what ``--dry-run`` prints; writes nothing, and raises what would stop it
-    run(at)  does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and pages read of it
+    run(at)  does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and pages read
+             of it
 
 - The facts, written whole, are the marker: a stage with a marker is never done again, one without is done from its
   beginning (sampling goes on with the batches that are there, a training with its checkpoint: they keep that

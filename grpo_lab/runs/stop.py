@@ -3,8 +3,10 @@ gone on with.
 
     under way                 what happens to it
     a batch of samples        it is finished and written
-    an optimizer step         it is finished, with a checkpoint (``trainer.resume.stop``, ``trainer.supervised.stoppable``)
-    an evaluation             `grpo-lab evaluate` keeps the answers that are there; within a run it is made again as a whole
+    an optimizer step         it is finished, with a checkpoint (``trainer.resume.stop``,
+                              ``trainer.supervised.stoppable``)
+    an evaluation             `grpo-lab evaluate` keeps the answers that are there; within a run it is made again as a
+                              whole
     anything else             it ends at once, and is done again: nothing of it is kept
 
 SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are

@@ -2,8 +2,8 @@
 
 ``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries,
 read-only, and
-                an empty ``/tmp``. The kernel ends all of it with its first process. As root directly; else in a user namespace, where
-                the machine allows one.
+                an empty ``/tmp``. The kernel ends all of it with its first process. As root directly; else in a user
+                namespace, where the machine allows one.
 ``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
 ``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, … ``landlock``    the file
 system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by kernel version). ``limits``

@@ -5,11 +5,13 @@ of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
-    {"counter": [[key, n], ...]}, {"ordered": ...}, {"defaultdict": ["list", [[key, value], ...]]}, {"keys" | "values" | "items": a dict}
+    {"counter": [[key, n], ...]}, {"ordered": ...}, {"defaultdict": ["list", [[key, value], ...]]}
+    {"keys" | "values" | "items": a dict}
     {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}
     {"int": "hex"} (large), {"bytes": "hex"}, {"bytearray": "hex"}, {"complex": [re, im]}, {"range": [a, b, c]}
     {"decimal": "1.5"}, {"fraction": ["hex", "hex"]}, {"date" | "time" | "datetime": iso}, {"timedelta": [days, s, us]}
-    {"name": ["module", "name"]}             a function, class or `class.method` of the standard library, from the tester to the program only
+    {"name": ["module", "name"]}             a function, class or `class.method` of the standard library, from the
+                                             tester to the program only
     {"object": ...}                          what stands for anything else of the program's
     {"function": [n, name]}, {"iterator": n} what stands for a function of the tester's, for what it goes through
 """

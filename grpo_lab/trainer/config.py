@@ -12,19 +12,12 @@ from trl import GRPOConfig
 from grpo_lab.settings import refuse_unknown
 from grpo_lab.trainer.ranks.watch import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
-from grpo_lab.trainer.settings.conflicts import (
-    AFTER,
-    BEFORE,
-    Case,
-    agree_with_trl,
-    clip_in_force,
-    refuse,
-    refuse_sampling_keys,
-)
+from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import with_registered
 from grpo_lab.trainer.settings.limits import check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import LabSettings, named_by, parsed
+from grpo_lab.trainer.settings.trl_fields import agree_with_trl, clip_in_force
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
     prompts           ``_get_train_sampler``, ``_tokenize_prompts``
     generate          ``_generate_single_turn``, and there: prove sync
-    score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs: ``_generate_and_score``
+    score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs:
+                      ``_generate_and_score``
     record, buffer    its end; TRL cuts the batch and keeps it
-    collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or ``_compute_loss``
+    collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or
+                      ``_compute_loss``
     take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
     after the step    ``log``, checkpoints
 

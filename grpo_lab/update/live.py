@@ -31,22 +31,25 @@ class LiveConditions:
     Terms that act on rows whose advantage is 0:
         kl_in_loss: coefficient of a KL term in the loss (TRL's `beta`).
         value_loss: coefficient of a value-head loss on the same forward (PPO).
-        pull: what has a loss or a gradient where the advantage is 0 (mirror descent, whose squared log-ratio pulls on every row;
-            a team's part; no TRL loss type).
+        pull: what has a loss or a gradient where the advantage is 0 (mirror descent, whose squared log-ratio pulls on
+            every row; a team's part; no TRL loss type).
     Terms and layers through which the rows of a micro-batch act on each other:
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model.
-        dropout: largest drop probability that is active in training mode (model and LoRA). Every value of a row has its own draw.
-            A condition only with `same_draws`.
+        dropout: largest drop probability that is active in training mode (model and LoRA). Every value of a row has its
+            own draw. A condition only with `same_draws`.
         same_draws: the run is to have TRL's very masks, and not only their distribution.
         shared_dropout: largest drop probability of a mask that the rows of a batch share.
         layer_drop: largest probability of skipping a whole layer in training (`layerdrop`).
         router_noise: noise on the experts' or router's inputs in training (`router_jitter_noise`).
         random_forward: the training forward was seen to draw random numbers, for whatever reason.
         embedding_noise: `neftune_noise_alpha`.
-        mixed_rows: what makes a row's output depend on other rows (batch norm, expert capacity, activation scales per batch, …).
-        moved_positions: what makes a row's positions depend on its padding, in a way that handing in TRL's does not undo (rotary scaling
-            that follows the longest position, virtual tokens, …). Nothing for plain rotary embeddings, ALiBi and learned positions.
-        state_reads_padding: a recurrent state runs through a row's padding (RWKV and other models that ignore the mask).
+        mixed_rows: what makes a row's output depend on other rows (batch norm, expert capacity, activation scales per
+            batch, …).
+        moved_positions: what makes a row's positions depend on its padding, in a way that handing in TRL's does not
+            undo (rotary scaling that follows the longest position, virtual tokens, …). Nothing for plain rotary
+            embeddings, ALiBi and learned positions.
+        state_reads_padding: a recurrent state runs through a row's padding (RWKV and other models that ignore the
+            mask).
         local_average: the average that divides by what is in the local micro-batch (`loss_type="bnpo"`).
         multimodal: images or other inputs that are not one tensor row per row.
     """

@@ -8,7 +8,8 @@ math-verify compares integers exactly and, as soon as one side is a float, both 
 
     both decimals: a = b exactly                 -> equal
                    both integers, a != b         -> not equal
-                   |a - b| > 2 * 10^-p           -> not equal  (two that round alike to p decimals are at most 10^-p apart)
+                   |a - b| > 2 * 10^-p           -> not equal  (two that round alike to p decimals are at most 10^-p
+                                                 apart)
                    more than 15 digits           -> undecided
     both fractions of integers                   -> equal exactly where their values are
     the same spelling                            -> equal

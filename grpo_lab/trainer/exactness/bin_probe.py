@@ -12,7 +12,8 @@ and beyond that by the model's own rounding: TRL's batch against each of its row
 a row adds is its own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row
 are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
 
-    a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole modules)
+    a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole
+                                               modules)
     a call whose input is not twice as large   its mask does not grow with the rows: they share it
 
 In the first optimizer step the real forwards are looked at likewise, every call of dropout apart

@@ -6,8 +6,8 @@
 
 The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries numbers between them and the trainer:
 
-    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also where
-                 prompts are drawn past the sampler (`update.dead_groups: resample`)
+    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also
+                 where prompts are drawn past the sampler (`update.dead_groups: resample`)
     success      right and scorable completions of each problem, counted over all ranks from the correctness reward
     checkpoint   its state is an entry of the checkpoint's record, loaded before the first batch is drawn again
 """

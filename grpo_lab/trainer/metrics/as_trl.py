@@ -1,6 +1,7 @@
 """TRL's own definition of its metrics, in force where ``objective`` is unset, so that a drop-in logs the same numbers.
 
-    mean        of the micro-batches' means: each micro-batch of the step has a pair of its own, and their ratios are averaged
+    mean        of the micro-batches' means: each micro-batch of the step has a pair of its own, and their ratios are
+                averaged
     over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
     nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
     sampling/*  of a generation batch at a time

@@ -37,8 +37,13 @@ class ResumableTrainer(RankAwareTrainer):
         return self._order
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
-    ) -> tuple[int, int]:  # fmt: skip
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
         given = (max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         epochs, batches = super()._init_training_state(*given)
         done = resume_from_checkpoint is not None and 0 < max_steps <= self.state.global_step

@@ -1,6 +1,7 @@
 """The state of a training beside a checkpoint: one record, ``grpo_lab_state.json``, with a version and an entry a part.
 
-    generation       where in a generation batch; the rows of an open one are in ``grpo_lab_generation_<rank>.safetensors``
+    generation       where in a generation batch; the rows of an open one are in
+                     ``grpo_lab_generation_<rank>.safetensors``
     sampler          what the prompts' sampler knows            guard            bad steps in a row, a bad open batch
     kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
     reference        whether it has moved; its weights are in ``grpo_lab_reference/``

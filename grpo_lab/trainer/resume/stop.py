@@ -1,11 +1,13 @@
 """Asked to stop: by whom, agreed over the ranks once an optimizer step, and a checkpoint of the step under way.
 
-    who asks                when it is heard                                             how ``train()`` ends after the checkpoint
-    SIGTERM                 ``save_strategy`` is not ``no``, or ``enable_jit_checkpoint``  the process ends by the signal, as it would have
-                                                                                       (``enable_jit_checkpoint``: it returns, as HF's)
-    SIGINT (Ctrl-C)         likewise                                                   ``KeyboardInterrupt`` that names the checkpoint
-    a stop file             always: ``stop_file``, else ``STOP`` in ``output_dir``           it returns; the file is removed
-    ``max_hours``             where it is set: hours of this process, from its start       it returns
+    who asks           when it is heard                                  how ``train()`` ends after the checkpoint
+    SIGTERM            ``save_strategy`` is not ``no``, or               it ends by the signal, as it would have
+                       ``enable_jit_checkpoint``                         (``enable_jit_checkpoint``: returns, as HF's)
+    SIGINT (Ctrl-C)    likewise                                          ``KeyboardInterrupt`` that names the checkpoint
+    a stop file        always: ``stop_file``, else ``STOP`` in           it returns; the file is removed
+                       ``output_dir``
+    ``max_hours``      where it is set: hours of this process, from its  it returns
+                       start
 
 Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the
 optimizer step, after its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is

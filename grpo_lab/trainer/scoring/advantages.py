@@ -4,8 +4,9 @@ tokens.
 Where a team's ``compute_advantages`` asks ``super()`` without a rule of ours, they are TRL's own:
 
     sum_then_normalize    the rule that ``scale_rewards`` names, on the weighted sum
-    normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;  s_i = Σ_k w_k z_ik;
-                          Â_i = (s_i − mean of all s) / (std of all s + 1e-4)                                (GDPO, arXiv 2601.05242)
+    normalize_then_sum    z_ik = (r_ik − mean of its group) / (std of its group + 1e-4) for each reward k;
+                          s_i = Σ_k w_k z_ik;  Â_i = (s_i − mean of all s) / (std of all s + 1e-4)
+                          (GDPO, arXiv 2601.05242)
 
 Rows that no reward could score (NaN) get 0. Source: TRL 1.16, ``_generate_and_score_completions``.
 """

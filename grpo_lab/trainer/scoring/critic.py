@@ -1,9 +1,10 @@
 """With a critic: what each token earned, what it was worth, and what the critic is to learn.
 
-    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its last one;
-                                            local.values: V at generation
+    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
+                                            last one; local.values: V at generation
     → the rule (``advantages.GAE``, or a team's ``compute_advantages`` over it)
-    → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the policy
+    → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the
+                                            policy
 
 Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
 (``LocalRows.mask``). A completion that the length limit cut is an episode like another, with its rewards on its last

@@ -1,8 +1,10 @@
 """The KL in the reward, charged per completion or per token, and its coefficient β.
 
-    per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table. Before the rule: normalised as rewards are
-    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule: not normalised,
-                     no baseline is taken from it, and a group whose rewards are all equal still learns from it
+    per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table. Before the rule: normalised as
+                     rewards are
+    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule:
+                     not normalised, no baseline is taken from it, and a group whose rewards are all equal still learns
+                     from it
 
 Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries
 no signal. β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number

@@ -1,7 +1,9 @@
 """Dynamic sampling: further prompts until the batch holds live groups only. Selection comes before advantages.
 
-    a group is *alike*   if no outcome and no step tells its completions apart. A property of rewards; ``groups/dead_share`` counts it
-    a group is *dead*    if the rule in force gives no token that carries loss an advantage. What ``dead_groups: resample`` replaces
+    a group is *alike*   if no outcome and no step tells its completions apart. A property of rewards;
+                         ``groups/dead_share`` counts it
+    a group is *dead*    if the rule in force gives no token that carries loss an advantage. What ``dead_groups:
+                         resample`` replaces
 
 With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right
 throughout teaches what was right. What a hook or a team's rule thinks is not guessed: it is asked, before any KL

@@ -100,8 +100,8 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
     home = next((kind for kind in behind if "_compute_loss" in vars(kind)), None)
     if home is not None:
         raise ValueError(
-            f"`{home.__name__}._compute_loss` would never be called: {base.__name__} comes before it among the bases of "
-            f"`{cls.__name__}`; write `class {cls.__name__}({home.__name__}, {base.__name__})`"
+            f"`{home.__name__}._compute_loss` would never be called: {base.__name__} comes before it among the bases "
+            f"of `{cls.__name__}`; write `class {cls.__name__}({home.__name__}, {base.__name__})`"
         )
 
 

@@ -3,7 +3,8 @@ counted.
 
     loss        of a micro-batch of the step, on any rank
     gradient    its norm over all ranks and parameters, which HF computes anyway
-    reward      a reward function, or a team's ``_calculate_rewards``, returned an infinity (NaN is "cannot be scored", as in TRL)
+    reward      a reward function, or a team's ``_calculate_rewards``, returned an infinity (NaN is "cannot be scored",
+                as in TRL)
     log_prob    the engine's log-prob of a sampled token is NaN or infinite (None is "not scored", as in TRL)
     advantage   what the rule made of finite rewards is not finite
 
@@ -268,8 +269,8 @@ def last_good(folder: str, taken: int) -> str:
     if good is None:
         return f"There is no checkpoint in {folder} to go back to (`save_strategy`, `save_steps`)."
     return (
-        f"Last good checkpoint: {good}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), or "
-        f"trainer.train(resume_from_checkpoint={str(good)!r})"
+        f"Last good checkpoint: {good}; once the cause is mended: `grpo-lab train … --resume` (from the newest one), "
+        f"or trainer.train(resume_from_checkpoint={str(good)!r})"
     )
 
 

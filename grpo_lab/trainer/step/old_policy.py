@@ -7,8 +7,8 @@ sequence in bfloat16, where GSPO clips at 3e-4). So, for a generation batch that
 
     while no update has happened since the batch was generated    the loss's own forward, detached
     a micro-batch that comes again (``num_iterations`` > 1)        that same forward, kept
-    a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in the
-                                                                   very bins that its own step will have
+    a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in
+                                                                   the very bins that its own step will have
 
 Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation
 batch gets its ``proximal_logps`` in the first step that trains on some of it. It does not follow from

@@ -13,7 +13,8 @@ Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see 
 TRL's DPO and CPO trainers, which also log how strongly each pair pulls: the implicit reward's weight. Losses are TRL's,
 untouched.
 
-    w(θ) = σ(r̂(x, y⁻) − r̂(x, y⁺))            DPO, arXiv 2305.18290, the gradient of eq. 7: ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]
+    w(θ) = σ(r̂(x, y⁻) − r̂(x, y⁺))    the gradient of eq. 7 of DPO (arXiv 2305.18290):
+                                      ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]
     DPO     r̂ = β log π(y|x)/π₀(y|x)
     SimPO   r̂ = β log π(y|x)/|y|, and γ is added inside of σ: σ(r̂(y⁻) − r̂(y⁺) + γ)       arXiv 2405.14734, section 2.3
 
