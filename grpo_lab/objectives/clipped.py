@@ -1,8 +1,5 @@
-"""PPO's clipped surrogate, with separate ends and DAPO/INTELLECT's two-sided bound.
-
-Importance-weighted policy gradient without a trust region.
-
-A completion as plain numbers: what a formula written out over single floats reads.
+"""Clipped surrogates: PPO's, with separate ends and DAPO/INTELLECT's two-sided bound; the same without a clip; and
+`LiteralRow`, what every surrogate's formula over single floats reads.
 
 The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method ``literal(row,
 t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class

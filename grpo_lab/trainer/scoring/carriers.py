@@ -1,6 +1,6 @@
 """What the stages hand to one another, from completions to advantages.
 
-    score → Scored → select → Scored → penalise → Penalised → advantages → record
+    score → Scored → select → Scored → penalise → Penalised → values → advantages → record
 
 ``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which becomes the
 buffer.
