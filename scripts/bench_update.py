@@ -57,9 +57,9 @@ def compare_reused(folder: Path, args: argparse.Namespace, dead: int) -> dict[st
     twice = {"num_iterations": 2, "max_steps": 2 * max(1, args.steps // 2)}
     stock, ours = (run(kind, folder, args, dead, False, "sgd", **twice) for kind in (GRPOTrainer, LabTrainer))
     return {
-        "dead": dead * GROUP / args.rows, "stock s": stock.seconds, "ours s": ours.seconds, "speed-up": stock.seconds / ours.seconds,
-        "stock MiB": stock.peak, "ours MiB": ours.peak, "gradient": relative(ours.gradient, stock.gradient),
-        "movement": relative(ours.moved, stock.moved),
+        "dead": dead * GROUP / args.rows, "stock s": stock.seconds, "ours s": ours.seconds,
+        "speed-up": stock.seconds / ours.seconds, "stock MiB": stock.peak, "ours MiB": ours.peak,
+        "gradient": relative(ours.gradient, stock.gradient), "movement": relative(ours.moved, stock.moved),
     }  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
     row: dict[str, Any] = {
         "dead": dead * GROUP / args.rows, "stock s": stock_s, "ours s": ours_s, "speed-up": stock_s / ours_s,
         "stock MiB": max(s.peak for s in stock), "ours MiB": max(s.peak for s in ours), "stock tokens": stock[0].tokens,
-        "ours tokens": ours[0].tokens, "gradient": relative(ours[0].gradient, stock[0].gradient), "movement": relative(ours[0].moved, stock[0].moved),
+        "ours tokens": ours[0].tokens, "gradient": relative(ours[0].gradient, stock[0].gradient),
+        "movement": relative(ours[0].moved, stock[0].moved),
     }  # fmt: skip
     if not corrected:
         in_turn = [

@@ -187,11 +187,13 @@ def tokens_computed(trainer: Any, rollouts: Rollouts) -> list[float]:
 
 def settings(folder: Path, args: argparse.Namespace, optim: str) -> dict[str, Any]:
     return {
-        "output_dir": str(folder / "out"), "per_device_train_batch_size": args.micro, "gradient_accumulation_steps": args.rows // args.micro,
-        "num_generations": GROUP, "max_completion_length": 512, "max_steps": args.steps, "learning_rate": 1.0 if optim == "sgd" else 1e-5,
-        "optim": optim, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo", "scale_rewards": "none",
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not args.gpu, "bf16": args.gpu,
-        "gradient_checkpointing": args.checkpointing, "seed": 0, "vllm_importance_sampling_mode": "token_truncate",
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": args.micro,
+        "gradient_accumulation_steps": args.rows // args.micro, "num_generations": GROUP, "max_completion_length": 512,
+        "max_steps": args.steps, "learning_rate": 1.0 if optim == "sgd" else 1e-5, "optim": optim,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo", "scale_rewards": "none",
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not args.gpu,
+        "bf16": args.gpu, "gradient_checkpointing": args.checkpointing, "seed": 0,
+        "vllm_importance_sampling_mode": "token_truncate",
     }  # fmt: skip
 
 

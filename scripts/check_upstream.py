@@ -1,7 +1,7 @@
 """What another release of TRL moves under our feet, without installing or importing it.
 
-    python scripts/check_upstream.py 1.17.0             # downloads the wheel with pip, compares with the installed release
-    python scripts/check_upstream.py 1.13.0 --diff      # with the changed code, method by method
+    python scripts/check_upstream.py 1.17.0          # downloads the wheel with pip, compares with the installed release
+    python scripts/check_upstream.py 1.13.0 --diff   # with the changed code, method by method
     python scripts/check_upstream.py --wheel FILE --base 1.15.0
 
 Reads both releases as text (AST, comments and docstrings left out), and of ours what is imported from ``trl``,

@@ -6,8 +6,11 @@ runs/compare/EXPERIMENT.
     python scripts/compare.py objective    # mirror descent with and without optimizer reset, against Dr.GRPO
     python scripts/compare.py process      # GRPO with outcome supervision, and with steps beside it (both weights 1)
     python scripts/compare.py sorting --seeds 0        # the sorting lab, paid by each of four rewards
-    python scripts/compare.py reinforce --seeds 0      # 4 deltas x 3 losses, four updates a rollout; --gamma 0.98: discounted per token
-    python scripts/compare.py curation --start runs/lab-misreading/cold_start   # curated against random, prioritized against uniform
+    python scripts/compare.py reinforce --seeds 0      # 4 deltas x 3 losses, four updates a rollout
+    python scripts/compare.py reinforce --gamma 0.98   # the same, discounted per token
+    python scripts/compare.py curation --start DIR     # curated against random, prioritized against uniform
+
+DIR: the cold start of another run, here runs/lab-misreading/cold_start.
 
 Seeds change the problems, their order and the sampling; the start is shared (seed 0). A finished arm is not repeated,
 one that was broken off goes on from its last checkpoint.

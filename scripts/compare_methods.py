@@ -1,8 +1,8 @@
 """The sources' comparisons: every arm from one cold start, on the same problems, with the same number of completions.
 
-    python scripts/compare_methods.py supervision     # RFT, Online RFT, GRPO with outcome and with process supervision
-    python scripts/compare_methods.py trio            # SFT, Expert Iteration, GRPO
-    python scripts/compare_methods.py critic          # Dr.GRPO, PPO, Kimi's mirror descent with and without optimizer reset
+    python scripts/compare_methods.py supervision   # RFT, Online RFT, GRPO with outcome and with process supervision
+    python scripts/compare_methods.py trio          # SFT, Expert Iteration, GRPO
+    python scripts/compare_methods.py critic        # Dr.GRPO, PPO, Kimi's mirror descent with/without optimizer reset
     python scripts/compare_methods.py all --jobs 2
 
 The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the

@@ -6,10 +6,10 @@ outputs. Whole groups are dead, drawn at random. Stock: every rank keeps the gro
 all its rows padded to its longest prompt and completion.
 
     python scripts/simulate_balance.py [--data DIR] [--seeds 5] [--rows-per-rank 8 64 256] > table.md
-    python scripts/simulate_balance.py --exchange > bytes.md     # what ranks receive of 1,024 rows of up to 17 thousand tokens
+    python scripts/simulate_balance.py --exchange > bytes.md
 
-For the bytes completions are made as long as a reasoning model's: 32 times the real ones, so that the cut at 512 is one
-at 16,384.
+The second: what ranks receive of 1,024 rows of up to 17 thousand tokens. For these bytes completions are made as long
+as a reasoning model's: 32 times the real ones, so that the cut at 512 is one at 16,384.
 
 Needs `tokenizers` and the data folder ($GRPO_LAB_DATA, else ../shared/data beside the checkout).
 """

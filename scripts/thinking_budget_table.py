@@ -38,8 +38,8 @@ def teach(folder: Path) -> None:
     )
     arguments = {
         "max_steps": 500, "per_device_train_batch_size": 64, "learning_rate": 5e-3, "lr_scheduler_type": "linear",
-        "warmup_steps": 30, "adam_beta2": 0.95, "weight_decay": 0.01, "max_length": 256, "gradient_checkpointing": False,
-        "logging_steps": 50, "seed": 0, "use_cpu": True, "bf16": False,
+        "warmup_steps": 30, "adam_beta2": 0.95, "weight_decay": 0.01, "max_length": 256,
+        "gradient_checkpointing": False, "logging_steps": 50, "seed": 0, "use_cpu": True, "bf16": False,
     }  # fmt: skip
     cold_start(model, tokenizer, word_problems(10_000, split="cold_start", **SETTINGS), folder, arguments)
     tokenizer.save_pretrained(folder)

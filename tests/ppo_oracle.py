@@ -28,8 +28,8 @@ KINDS = ("head", "network")
 
 def settings(critic: Path, **changes: Any) -> dict[str, Any]:
     value = {
-        "model": str(critic), "learning_rate": VALUE_LR, "vf_coef": VF, "cliprange_value": RANGE, "gamma": GAMMA, "lam": LAM,
-        "whiten_rewards": True, "missing_eos_penalty": PENALTY, **changes,
+        "model": str(critic), "learning_rate": VALUE_LR, "vf_coef": VF, "cliprange_value": RANGE, "gamma": GAMMA,
+        "lam": LAM, "whiten_rewards": True, "missing_eos_penalty": PENALTY, **changes,
     }  # fmt: skip
     kl = {"estimator": "k1_clamped", "placement": "reward", "coefficient": BETA}
     return {"objective": "ppo", "kl": kl, "value": value, "num_iterations": UPDATES, "learning_rate": LR}

@@ -84,7 +84,8 @@ def bf16(setting: Setting) -> list[Row]:
         rounding = movement_difference(theirs, exact)
         off, apart = movement_difference(ours, exact), movement_difference(ours, theirs)
         rows.append(
-            {"dtype": "bfloat16", "objective": name, "stock's rounding": rounding, "ours from float32": off, "apart": apart}
+            {"dtype": "bfloat16", "objective": name,
+             "stock's rounding": rounding, "ours from float32": off, "apart": apart}
             | {"bound": 2 * rounding, "pass": 1e-4 < rounding < 0.1 and max(off, apart) <= 2 * rounding}
         )  # fmt: skip
     return rows

@@ -96,11 +96,12 @@ def adapter() -> Any:
 def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
     """Stock's and ours: a drop-in run, ``objective`` unset, so that both are told the same."""
     return {
-        "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8,
-        "num_generations": GROUP, "max_completion_length": 512, "max_steps": 2 if setting.tiny else 4, "learning_rate": 1e-6,
-        "optim": "adamw_torch_fused", "lr_scheduler_type": "constant", "loss_type": "dr_grpo", "scale_rewards": "none",
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not setting.gpu, "bf16": setting.gpu,
-        "gradient_checkpointing": variant == "checkpointing", "seed": 0,
+        "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": rows // 8, "num_generations": GROUP, "max_completion_length": 512,
+        "max_steps": 2 if setting.tiny else 4, "learning_rate": 1e-6, "optim": "adamw_torch_fused",
+        "lr_scheduler_type": "constant", "loss_type": "dr_grpo", "scale_rewards": "none", "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not setting.gpu,
+        "bf16": setting.gpu, "gradient_checkpointing": variant == "checkpointing", "seed": 0,
     }  # fmt: skip
 
 

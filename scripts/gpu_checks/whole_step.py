@@ -96,10 +96,10 @@ def arguments(setting: Setting, engine: bool, sleep: bool) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 16 if setting.tiny else 8,
-        "gradient_accumulation_steps": 4 if setting.tiny else 8, "num_generations": GROUP, "max_completion_length": tokens,
-        "max_steps": UNTIMED + (1 if setting.tiny else 3), "learning_rate": 1e-4, "loss_type": "dr_grpo", "scale_rewards": "none",
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not setting.gpu, "bf16": setting.gpu,
-        "seed": 0, **(vllm if engine else {}),
+        "gradient_accumulation_steps": 4 if setting.tiny else 8, "num_generations": GROUP,
+        "max_completion_length": tokens, "max_steps": UNTIMED + (1 if setting.tiny else 3), "learning_rate": 1e-4,
+        "loss_type": "dr_grpo", "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": not setting.gpu, "bf16": setting.gpu, "seed": 0, **(vllm if engine else {}),
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """FSDP2 on CPU ranks by accelerate's own code: run a script as ``accelerate launch`` would on GPUs.
 
-    ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 --mixed_precision no \\
-        tests/distributed/cpu_fsdp2.py SCRIPT [ARGUMENTS]
+    ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 \\
+        --mixed_precision no tests/distributed/cpu_fsdp2.py SCRIPT [ARGUMENTS]
 
 accelerate 1.15 shards for every kind of device but the CPU: in ``AcceleratorState`` the switch to FSDP stands under the
 list of accelerators. ``fully_shard`` itself runs on gloo. So one line is changed here: CPU ranks are announced as

@@ -1,7 +1,7 @@
 """DeepSpeed on CPU ranks by accelerate's own code: run a script as ``accelerate launch`` would on GPUs.
 
-    DS_ACCELERATOR=cpu ACCELERATE_TORCH_DEVICE=cpu accelerate launch --config_file recipes/accelerate/zero2.yaml --num_processes 2 \\
-        --mixed_precision no tests/distributed/cpu_zero.py SCRIPT [ARGUMENTS]
+    DS_ACCELERATOR=cpu ACCELERATE_TORCH_DEVICE=cpu accelerate launch --config_file recipes/accelerate/zero2.yaml \\
+        --num_processes 2 --mixed_precision no tests/distributed/cpu_zero.py SCRIPT [ARGUMENTS]
 
 accelerate 1.15 looks for a backend of ranks that are not asked to be CPUs among accelerators only, finds none and takes
 every rank for a run of its own, although DeepSpeed has already joined them; a run that is asked for CPUs is not given

@@ -39,7 +39,8 @@ class Step:
         rows = len(LIVE) * COPIES
         settings = {
             "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "num_generations": 2 * rows,
-            "max_completion_length": 5, "learning_rate": 0.0, "ddp_find_unused_parameters": False, "gradient_checkpointing": False,
+            "max_completion_length": 5, "learning_rate": 0.0, "ddp_find_unused_parameters": False,
+            "gradient_checkpointing": False,
         }  # fmt: skip
         config = LabConfig(
             **arguments(folder, **settings), objective="dr_grpo", update={"randomness": randomness, "max_tokens": 400}

@@ -79,7 +79,8 @@ def main(model: str, out: str) -> None:
             torch.save(weights, Path(out) / f"{kind}.pt")
             losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
             report = {
-                "world": trainer.accelerator.num_processes, "batches": batches, "share": share, "losses": losses, "resumed": other
+                "world": trainer.accelerator.num_processes, "batches": batches, "share": share, "losses": losses,
+                "resumed": other
             }  # fmt: skip
             (Path(out) / f"{kind}.json").write_text(json.dumps(report))
         trainer.accelerator.wait_for_everyone()

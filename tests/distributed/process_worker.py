@@ -46,8 +46,9 @@ def build(model: str, out: Path, update: str, ranks: int) -> LabTrainer:
     the last bits differ.
     """
     settings = {
-        "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4,
-        "learning_rate": LR, "save_strategy": "steps", "save_steps": STOP, "ddp_find_unused_parameters": True,
+        "per_device_train_batch_size": ROWS // 3 // ranks, "gradient_accumulation_steps": 3, "num_iterations": 2,
+        "max_steps": 4, "learning_rate": LR, "save_strategy": "steps", "save_steps": STOP,
+        "ddp_find_unused_parameters": True,
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
     return LabTrainer(

@@ -30,8 +30,9 @@ def build(model: str, out: Path, **changes: Any) -> LabTrainer:
     """Two optimizer steps a generation batch; the reference moves after steps 3 and 6."""
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 6,
-        "optim": "adamw_torch", "learning_rate": 3e-3, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 3,
-        "save_only_model": False, "use_cpu": True, "reference_every": 3, "gradient_checkpointing": False,
+        "optim": "adamw_torch", "learning_rate": 3e-3, "max_completion_length": 8, "save_strategy": "steps",
+        "save_steps": 3, "save_only_model": False, "use_cpu": True, "reference_every": 3,
+        "gradient_checkpointing": False,
         "kl": {"estimator": "k1", "placement": "reward", "coefficient": 0.2, "target": 0.5, "rate": 1.0}, **changes,
     }  # fmt: skip
     return LabTrainer(

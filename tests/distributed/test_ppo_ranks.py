@@ -29,7 +29,8 @@ DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed
 @pytest.mark.parametrize(
     ("ranks", "recipe"),
     [
-        (1, "single"), (2, "ddp"), (2, "fsdp2"), pytest.param(2, "zero2", marks=DEEPSPEED), pytest.param(2, "zero3", marks=DEEPSPEED)
+        (1, "single"), (2, "ddp"), (2, "fsdp2"), pytest.param(2, "zero2", marks=DEEPSPEED),
+        pytest.param(2, "zero3", marks=DEEPSPEED)
     ],
 )  # fmt: skip
 def test_final_weights_and_a_resume(ranks: int, recipe: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -35,35 +35,53 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab train --config R "
     "--resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
-    "grpo-lab curate --config *": "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work",
-    "grpo-lab pipeline *": "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs",
-    "grpo-lab rounds * --dry-run": "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind",
+    "grpo-lab curate --config *": (
+        "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work"
+    ),
+    "grpo-lab pipeline *": (
+        "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs"
+    ),
+    "grpo-lab rounds * --dry-run": (
+        "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind"
+    ),
     "grpo-lab rounds *po_rounds.yaml*": f"{ROUNDS}test_pairs_by_rounds_and_more_rounds_than_were_asked_for",
-    "grpo-lab rounds *": f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte",
+    "grpo-lab rounds *": (
+        f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte"
+    ),
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",
     "grpo-lab compare *": "tests/unit/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
     "grpo-lab report *": "tests/unit/test_report.py::test_the_command_writes_it",
-    "grpo-lab serve *": "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy",
+    "grpo-lab serve *": (
+        "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy"
+    ),
     # launchers and scripts
     "accelerate launch *": "tests/distributed/test_real_run.py::test_trains_for_real",
     "sbatch *": "tests/recipes/test_launch_files.py::test_two_train_and_one_serves",
     "python scripts/check_upstream.py *": "tests/unit/test_check_upstream.py::test_what_moved_is_named",
-    "python scripts/simulate_balance.py*": "tests/unit/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths",
+    "python scripts/simulate_balance.py*": (
+        "tests/unit/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths"
+    ),
     "python scripts/memory_table.py": "tests/unit/test_memory_table.py::test_the_docs_hold_what_the_script_prints",
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
-    "make stress-kill": "tests/stress/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit",
+    "make stress-kill": (
+        "tests/stress/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit"
+    ),
     "make stress-kill-commands": ("minutes", "fifty kills of five commands"),
     "python tests/stress/kill_commands.py*": ("minutes", "the same"),
     "make stress-hostile": "tests/stress/test_hostile_text.py::test_every_reward_survives_every_family",
     "make stress-soak": "tests/stress/test_soak.py::test_a_short_run_holds_what_it_holds",
-    "make stress-guards": "tests/stress/test_mutate_guards.py::test_a_held_guard_and_a_loose_one_are_told_apart_and_run_once",
+    "make stress-guards": (
+        "tests/stress/test_mutate_guards.py::test_a_held_guard_and_a_loose_one_are_told_apart_and_run_once"
+    ),
     "make docs-index": "tests/documentation/test_generated.py::test_it_is_what_its_generator_makes",
     "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
     "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
-    "python recipes/lab/sorting/sources.py*": "tests/unit/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns",
+    "python recipes/lab/sorting/sources.py*": (
+        "tests/unit/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
+    ),
     "grpo-lab train --config recipes/lab/sorting/*": (
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",

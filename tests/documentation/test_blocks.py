@@ -1,7 +1,8 @@
 """Every code block of README, docs and recipes runs, in a tiny form where it trains; a new page is found by itself.
 
-    python   executed, a page's blocks in order and in one namespace; hub names become a tiny random model and the shared real
-             data, sizes of a training shrink (``tiny_settings``); ``expression  # literal`` is compared with the literal
+    python   executed, a page's blocks in order and in one namespace; hub names become a tiny random model and the
+             shared real data, sizes of a training shrink (``tiny_settings``); ``expression  # literal`` is compared
+             with the literal
     yaml     read as part of a recipe: sections, ``LabConfig``, and names of rewards; ``---`` separates alternatives
     bash     each command parsed by whoever would run it, recipes read with their overrides, `make -n`, files looked up
     text     output; holds no command

@@ -275,7 +275,8 @@ def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tm
     ours, stock = (
         train(kind, config, tiny_folder, dtype=torch.float64)
         for kind, config in (
-            (LabTrainer, LabConfig(**arguments(tmp_path), objective=preset, **({"epsilon_high": 3.0} if preset == "cispo" else {}))),
+            (LabTrainer, LabConfig(**arguments(tmp_path), objective=preset,
+                                   **({"epsilon_high": 3.0} if preset == "cispo" else {}))),
             (GRPOTrainer, GRPOConfig(**arguments(tmp_path), **STOCK[preset])),
         )
     )  # fmt: skip

@@ -83,8 +83,8 @@ def gradients(kind: str, randomness: str, folder: Path, calls: int = CALLS, **ch
     model, tokenizer, options = small(kind)
     rows = len(ROWS) * COPIES
     settings = {
-        "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "num_generations": rows, "max_completion_length": 5,
-        "learning_rate": 0.0, **changes,
+        "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "num_generations": rows,
+        "max_completion_length": 5, "learning_rate": 0.0, **changes,
     }  # fmt: skip
     config = LabConfig(
         **arguments(folder, **settings), objective="dr_grpo", update={"randomness": randomness, "max_tokens": 400}
@@ -236,8 +236,10 @@ def test_the_model_is_asked_whether_dropout_is_all_and_of_each_row(tmp_path: Pat
     hooks: dict[str, tuple[Any, str | None]] = {
         "dropout of each row": (lambda m, i, output: dropout(output, 0.3, m.training), None),
         "noise": (lambda m, i, output: output + 0.01 * torch.randn_like(output), "beside torch's dropout"),
-        "one mask for all rows": (lambda m, i, output: output * dropout(torch.ones_like(output[:1])), "is shared by the rows"),
-        "a mask over the weights": (lambda m, i, output: output @ dropout(torch.eye(output.size(-1))), "is shared by the rows"),
+        "one mask for all rows": (
+            lambda m, i, output: output * dropout(torch.ones_like(output[:1])), "is shared by the rows"),
+        "a mask over the weights": (
+            lambda m, i, output: output @ dropout(torch.eye(output.size(-1))), "is shared by the rows"),
     }  # fmt: skip
     before = torch.get_rng_state()
     for name, (hook, reason) in hooks.items():

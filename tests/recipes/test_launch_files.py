@@ -93,7 +93,8 @@ def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         log.write_text("")
         environment = {
             "PATH": "/usr/bin:/bin", "LOG": str(log), "NODES": str(nodes), "VENV": str(tmp_path / "venv"),
-            "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_GPUS_ON_NODE": "4", "MODEL": "org/model", **more,
+            "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_GPUS_ON_NODE": "4",
+            "MODEL": "org/model", **more,
         }  # fmt: skip
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(["bash", str(SLURM), *words], env=environment, **pipes) as job:

@@ -220,8 +220,11 @@ def test_every_verifier_accepts_its_own_golds(grpo_lab_data: Path, strict: Accur
 
 def test_the_fast_path_changes_no_verdict_on_any_of_the_data(grpo_lab_data: Path) -> None:
     """The same completions once with and once without the fast path: gold numbers against every answer in the files."""
-    data = [row for name in ("gsm8k/gsm8k_model_outputs", "math/math_model_outputs", "math/math_model_outputs_base_runon")
-            for row in rows(grpo_lab_data, f"{name}.jsonl")]  # fmt: skip
+    data = [
+        row
+        for name in ("gsm8k/gsm8k_model_outputs", "math/math_model_outputs", "math/math_model_outputs_base_runon")
+        for row in rows(grpo_lab_data, f"{name}.jsonl")
+    ]
     completions, golds = [row["output_text"] for row in data], [row["gold_answer"] for row in data]
     pairs = rows(grpo_lab_data, "math/answer_pairs.jsonl")
     completions += [row["pred"] for row in pairs]

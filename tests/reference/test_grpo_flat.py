@@ -123,8 +123,10 @@ def test_the_script_trains_on_real_rows(tiny_folder: Path, tmp_path: Path, grpo_
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     assert {"question", "answer"} <= set(json.loads(rows[0]))
     told: list[str] = []
-    words = ["--model", str(tiny_folder), "--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"),
-             "--steps", "2", "--questions", "2", "--group", "2", "--tokens", "8", "--kl", "k3", "--updates", "2"]  # fmt: skip
+    words = [
+        "--model", str(tiny_folder), "--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out"),
+        "--steps", "2", "--questions", "2", "--group", "2", "--tokens", "8", "--kl", "k3", "--updates", "2",
+    ]  # fmt: skip
     flat.train(flat.read(words), told.append)
     assert len(told) == 2
     assert (tmp_path / "out" / "model.safetensors").is_file()

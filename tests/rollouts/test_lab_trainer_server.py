@@ -373,7 +373,8 @@ def test_the_way_of_the_weights(chosen: str, trainer: str, server: str, way: str
     [
         ("nccl", "cpu", info("cpu"), "http://127.0.0.1:1", "needs a GPU on both sides"),
         ("auto", "cuda", info("cuda", weight_transfer_config=None), "http://127.0.0.1:1", "weight-transfer-config"),
-        ("auto", "cpu", info("cpu", parallel_config={"worker_extension_cls": ""}), "http://127.0.0.1:1", "grpo-lab serve"),
+        ("auto", "cpu", info("cpu", parallel_config={"worker_extension_cls": ""}), "http://127.0.0.1:1",
+         "grpo-lab serve"),
         ("auto", "cpu", info("cpu"), "http://10.0.0.7:8000", "not on this machine"),
     ],
 )  # fmt: skip

@@ -46,8 +46,8 @@ def build(
         "output_dir": str(folder / "out"), "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "colocate",
         "rollout": {"verify_every": 1, "engine": {"kv_cache_gib": 0.25, "max_model_len": 128}},
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "max_steps": 8,
-        "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-        "disable_tqdm": True,
+        "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+        "bf16": False, "disable_tqdm": True,
     }  # fmt: skip
     rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(32)]})
     return LabTrainer(

@@ -113,7 +113,9 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8000", "127.0.0.1", "localhost:9", "LOCALHOST", "[::1]:8000", "[::1]", "10.0.0.3:8000", "Node7:1", "0.0.0.0:8000"]
+    "host",
+    ["127.0.0.1:8000", "127.0.0.1", "localhost:9", "LOCALHOST", "[::1]:8000", "[::1]", "10.0.0.3:8000", "Node7:1",
+     "0.0.0.0:8000"],
 )  # fmt: skip
 def test_its_own_names_pass(host: str, scheme: str) -> None:
     status, said, headers = asked(headers={"host": host, "authorization": f"{scheme} {TOKEN}"})
@@ -124,8 +126,8 @@ def test_its_own_names_pass(host: str, scheme: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [None, "", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.", "127.0.0.1:8000x", "127.0.0.1:80:80",
-     "[::1", "[::2]:8000", "user@127.0.0.1", "2130706433", ":8000", "10.0.0.4"],
+    [None, "", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.", "127.0.0.1:8000x",
+     "127.0.0.1:80:80", "[::1", "[::2]:8000", "user@127.0.0.1", "2130706433", ":8000", "10.0.0.4"],
 )  # fmt: skip
 def test_another_name_is_refused_before_the_token_is_looked_at(host: str | None) -> None:
     """A page of evil.example, whose name points here for the moment, would be of one origin with the server."""

@@ -30,7 +30,9 @@ def right(body: Answer) -> Answer:
         top = [{token: -0.5} for token in tokens]
         logprobs = {"tokens": tokens, "token_logprobs": [-0.5] * 3, "top_logprobs": top} if scored else None
         prompt = body["prompt"][row // body["n"]]
-        choices.append({"index": row, "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": "length", "logprobs": logprobs})  # fmt: skip
+        choices.append({
+            "index": row, "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": "length", "logprobs": logprobs,
+        })  # fmt: skip
     return {"choices": choices}
 
 

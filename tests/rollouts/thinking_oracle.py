@@ -40,8 +40,8 @@ def settings(folder: Any, budget: int | None, **changes: Any) -> dict[str, Any]:
         "output_dir": str(folder), "objective": "grpo", "rollout": rollout, "per_device_train_batch_size": 6,
         "gradient_accumulation_steps": 2, "num_generations": 3, "max_completion_length": LENGTH,
         "max_steps": len(AGGREGATIONS), "learning_rate": 0.05, "optim": "sgd", "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-        "seed": 3, "disable_tqdm": True, "gradient_checkpointing": False, **changes,
+        "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+        "bf16": False, "seed": 3, "disable_tqdm": True, "gradient_checkpointing": False, **changes,
     }  # fmt: skip
 
 

@@ -15,8 +15,8 @@ CANARY = "/tmp/grpo_lab_hostile_canary"
 """Written by any text that somebody runs as a program."""
 
 _WRAPPINGS = (
-    "\\boxed{{{}}}", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>", "<think>hm</think>\n<answer>${}$</answer>",
-    "The answer is ${}$.", "A: {}", "{}",
+    "\\boxed{{{}}}", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>",
+    "<think>hm</think>\n<answer>${}$</answer>", "The answer is ${}$.", "A: {}", "{}",
 )  # fmt: skip
 
 
@@ -137,9 +137,10 @@ def control_characters(rng: Random) -> str:
 def regex_bait(rng: Random) -> str:
     piece = rng.choice(
         [
-            "a", " ", "1,", " and ", "= ", "the answer is ", "A:", "####", "\t", "-", "1 ", "1/", ", ", "\\text{a}", "\\! ", "1.", "and or ",
-            "1 of ", "half ", "\\quad ", "__", "* ", "`", "**1", "x=", "1 out of ", "Question ", "?", "1\n", "<answer>", "$1$ ", "\\ ", "1-",
-            "v ", "->", "p & ", "1. p\n", "million ", "(1", "1)", "% ", "kg/",
+            "a", " ", "1,", " and ", "= ", "the answer is ", "A:", "####", "\t", "-", "1 ", "1/", ", ", "\\text{a}",
+            "\\! ", "1.", "and or ", "1 of ", "half ", "\\quad ", "__", "* ", "`", "**1", "x=", "1 out of ",
+            "Question ", "?", "1\n", "<answer>", "$1$ ", "\\ ", "1-", "v ", "->", "p & ", "1. p\n", "million ", "(1",
+            "1)", "% ", "kg/",
         ]
     )  # fmt: skip
     return piece * rng.choice([rng.randint(1, 60), rng.randint(100, 2000), rng.randint(5000, 15_000)]) + rng.choice(
@@ -174,9 +175,10 @@ def odd_numbers(rng: Random) -> str:
     n = rng.randint(1, 100_000)
     return rng.choice(
         [
-            "9" * n, "0." + "0" * n + "1", f"1e{n}", "-" * n + "1", "1/0", "0/0", "\\infty", "nan", "i^i", f"{n}%%", f"\\frac{{{n}}}{{0}}",
-            "1" + ",000" * (n % 3000), f"{n}\\%" * (n % 50), ".".join("1" * (n % 500)), f"10^{{{n}}}", f"10^{{-{n}}}", f"{n}_{{{n % 17}}}",
-            f"{n}\\pi^{{{n}}}", "½" * (n % 300), "⁹" * (n % 300), f"{n}k million billion", f"\\overline{{{n}}}", f"0.\\dot{{{n % 10}}}", f"x={n}=y={n}",
+            "9" * n, "0." + "0" * n + "1", f"1e{n}", "-" * n + "1", "1/0", "0/0", "\\infty", "nan", "i^i", f"{n}%%",
+            f"\\frac{{{n}}}{{0}}", "1" + ",000" * (n % 3000), f"{n}\\%" * (n % 50), ".".join("1" * (n % 500)),
+            f"10^{{{n}}}", f"10^{{-{n}}}", f"{n}_{{{n % 17}}}", f"{n}\\pi^{{{n}}}", "½" * (n % 300), "⁹" * (n % 300),
+            f"{n}k million billion", f"\\overline{{{n}}}", f"0.\\dot{{{n % 10}}}", f"x={n}=y={n}",
         ]
     )  # fmt: skip
 
@@ -186,8 +188,9 @@ def lists(rng: Random) -> str:
     numbers = [str(rng.randint(-99, 99)) for _ in range(n)]
     return rng.choice(
         [
-            ", ".join(numbers), "\\{" + ", ".join(numbers) + "\\}", "(" + ",".join(numbers) + ")", " \\cup ".join(f"({a},{a}1)" for a in numbers),
-            " or ".join(f"x={a}" for a in numbers), "; ".join(numbers), " \\text{ and } ".join(numbers), "[" + "],[".join(numbers) + "]",
+            ", ".join(numbers), "\\{" + ", ".join(numbers) + "\\}", "(" + ",".join(numbers) + ")",
+            " \\cup ".join(f"({a},{a}1)" for a in numbers), " or ".join(f"x={a}" for a in numbers), "; ".join(numbers),
+            " \\text{ and } ".join(numbers), "[" + "],[".join(numbers) + "]",
         ]
     )  # fmt: skip
 
@@ -288,8 +291,9 @@ def number_words(rng: Random) -> str:
 FAMILIES: dict[str, Make] = {
     make.__name__: make
     for make in (
-        nested_powers, factorials, determinants, calculus, polynomials, unclosed, nested, long_texts, right_to_left, zero_width,
-        control_characters, regex_bait, programs, odd_numbers, lists, tags, fences, steps, games, unicode_noise, number_words,
+        nested_powers, factorials, determinants, calculus, polynomials, unclosed, nested, long_texts, right_to_left,
+        zero_width, control_characters, regex_bait, programs, odd_numbers, lists, tags, fences, steps, games,
+        unicode_noise, number_words,
     )
 }  # fmt: skip
 

@@ -54,8 +54,9 @@ TEXT_SECONDS = (
 CPU_SECONDS = 0.2  # a comparison's limit here, and six times that on the clock; by default 5 s and 30 s
 GOLDS = ["18", "$\\frac{1}{2}$", "$x^2+1$", "$\\text{Evelyn}$", "$\\{1,2\\}$", "$\\sqrt{2}$", "$(0,1)$", "-3.5"]
 _REAL = {
-    "gsm8k/gsm8k_model_outputs": "output_text", "math/math_model_outputs": "output_text", "math/math_model_outputs_base_runon": "output_text",
-    "math/answer_pairs": "pred", "gsm8k/train": "answer", "gsm8k/test": "answer", "math/math500": "solution", "process_reward/steps": "steps",
+    "gsm8k/gsm8k_model_outputs": "output_text", "math/math_model_outputs": "output_text",
+    "math/math_model_outputs_base_runon": "output_text", "math/answer_pairs": "pred", "gsm8k/train": "answer",
+    "gsm8k/test": "answer", "math/math500": "solution", "process_reward/steps": "steps",
     "multiple_choice/questions": "text", "language/sentences": "text", "code/humaneval": "canonical_solution",
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Kill a run by −9 at random moments, resume it each time, and compare it with the run that nobody killed.
 
-    python tests/stress/kill_anywhere.py [--of lab-1 lab-2 stock-1 stock-2] [--kills 30] [--steps 24] [--seed 0] [--folder runs/kill_anywhere]
+    python tests/stress/kill_anywhere.py [--of lab-1 lab-2 stock-1 stock-2] [--kills 30] [--steps 24] [--seed 0]
+                                         [--folder runs/kill_anywhere]
 
 lab: ``grpo-lab train`` and ``grpo-lab train --resume``; stock: TRL's trainer with the same settings, resumed from its
 last checkpoint. The number is that of the ranks. A life is one training to its end with the kills that fell into it;

@@ -49,8 +49,8 @@ MEASURED = {"data": {**DATA, "n": 8, "split": "test"}, "reward": REWARD, "max_ne
 RECIPES: dict[str, dict[str, Any]] = {
     "curate": {**SAMPLING, "filters": {"kind": True, "band": {}, "guessable": {"tries": 2, "max_new_tokens": 3}}},
     "rounds": {
-        "method": "expert_iteration", **SAMPLING, "rounds": {"count": 2, "questions": 8}, "training": {**TRAINING, "num_train_epochs": 2},
-        "evaluation": MEASURED,
+        "method": "expert_iteration", **SAMPLING, "rounds": {"count": 2, "questions": 8},
+        "training": {**TRAINING, "num_train_epochs": 2}, "evaluation": MEASURED,
     },
     "long2short": {"method": "dpo", **SAMPLING, "training": {**TRAINING, "max_steps": 4}, "evaluation": MEASURED},
     "merge": {"method": "merge", "alpha": 0.5, "n_samples": 1, "use_cpu": True, "evaluation": MEASURED},

@@ -1,6 +1,7 @@
 """Remove each guard once and see its test fail.
 
-    python tests/stress/mutate_guards.py [--only WORD …] [--table tests/stress/guards.yaml] [--record runs/mutate_guards.json]
+    python tests/stress/mutate_guards.py [--only WORD …] [--table tests/stress/guards.yaml]
+                                         [--record runs/mutate_guards.json]
 
 A row of the table: ``guard`` (the promise, in words), ``file``, ``old`` (text that stands there exactly once), ``new``
 (without the guard), ``test`` (what must fail, as pytest is given it), and, if need be, ``why`` (why a second guard

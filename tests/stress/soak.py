@@ -1,6 +1,7 @@
 """A long run of the tiny model: do memory, descriptors and processes stay flat?
 
-    python tests/stress/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak] [--figure docs/images/soak.png]
+    python tests/stress/soak.py [--of transformers vllm] [--steps 2000] [--folder runs/soak]
+                                [--figure docs/images/soak.png]
 
 The main job itself (``grpo-lab train``): real word problems, the accuracy reward, a second one that keeps the pool of
 verifiers at work, twenty checkpoints of which two are kept. Completions are made by transformers, or by a vLLM engine

@@ -65,7 +65,10 @@ def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: 
         assert again.outcomes == own.outcomes  # greedy and sampled ones, to the letter
         assert again.settings == own.settings
     printed = " ".join(capsys.readouterr().out.split())
-    for words in (str(run), "split test", "n 6", "seed 3", "steps (1, 2)", "largest 20", "template none", "mode=lenient", "max_new_tokens 12, seed 7"):  # fmt: skip
+    for words in (
+        str(run), "split test", "n 6", "seed 3", "steps (1, 2)", "largest 20", "template none", "mode=lenient",
+        "max_new_tokens 12, seed 7",
+    ):  # fmt: skip
         assert words in printed
     assert f"outcomes: {tmp_path / 'a'}" in printed
     assert f"report: {tmp_path / 'a' / 'report.html'}" in printed

@@ -85,7 +85,8 @@ def test_what_breaks_or_does_not_fit_says_so(runner: ModuleType, tmp_path: Path)
     setting = runner.Setting(True, "cpu", time.monotonic() + 60, tmp_path)
     found = runner.run_all(sections, setting, True, said.append)
     assert {name: outcome["status"] for name, outcome in found.items()} == {
-        "broken": "failed", "outside": "failed", "half": "failed", "long": "skipped", "missing": "not installed", "last": "ok",
+        "broken": "failed", "outside": "failed", "half": "failed", "long": "skipped", "missing": "not installed",
+        "last": "ok",
     }  # fmt: skip
     assert found["broken"]["error"]["message"] == "MemoryError: CUDA out of memory"
     assert "in broken" in found["broken"]["error"]["traceback"]

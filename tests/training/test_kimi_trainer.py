@@ -55,9 +55,10 @@ def build(
     if double:
         model = model.double()
     written = {
-        "max_steps": 4, "num_iterations": 2, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 0.01,
-        "max_completion_length": 12, "optim": "sgd", "lr_scheduler_type": "constant", "use_cpu": True, "bf16": False,
-        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_grad_norm": 0.0,
+        "max_steps": 4, "num_iterations": 2, "per_device_train_batch_size": 8, "num_generations": 4,
+        "learning_rate": 0.01, "max_completion_length": 12, "optim": "sgd", "lr_scheduler_type": "constant",
+        "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "logging_steps": 1, "max_grad_norm": 0.0,
     }  # fmt: skip
     return kind(
         model,
@@ -320,8 +321,16 @@ def test_reward_schedules_are_logged_and_kept_over_a_resume(tmp_path: Path) -> N
     ("settings", "rewards", "message"),
     [
         ({"reward_schedules": {"acuracy_reward": 1.0}}, accuracy_reward, "did you mean 'accuracy_reward'"),
-        ({"reward_schedules": {"accuracy_reward": {"kind": "warmpu"}}}, accuracy_reward, "`reward_schedules.accuracy_reward`"),
-        ({"reward_schedules": {"accuracy_reward": 1.0}, "reward_weights": [2.0]}, accuracy_reward, "two names for one number"),
+        (
+            {"reward_schedules": {"accuracy_reward": {"kind": "warmpu"}}},
+            accuracy_reward,
+            "`reward_schedules.accuracy_reward`",
+        ),
+        (
+            {"reward_schedules": {"accuracy_reward": 1.0}, "reward_weights": [2.0]},
+            accuracy_reward,
+            "two names for one number",
+        ),
         (
             {"reward_schedules": {"kimi_length_reward": 1.0}},
             [accuracy_reward, KimiLengthReward()],

@@ -34,8 +34,8 @@ def steered(folder: Path, wrong: bool = False) -> tuple[list[float], list[float]
         model.save_pretrained(folder / "start")
         model.config._name_or_path = model.name_or_path = str(folder / "start")  # TRL loads the reference from there
         settings = {
-            "max_steps": STEPS, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_generations": 8,
-            "max_completion_length": 6, "learning_rate": 1e-3, "optim": "adamw_torch",
+            "max_steps": STEPS, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1,
+            "num_generations": 8, "max_completion_length": 6, "learning_rate": 1e-3, "optim": "adamw_torch",
         }  # fmt: skip
         kl = {
             "estimator": "k1",

@@ -116,8 +116,8 @@ def test_an_adapter_a_critic_in_full_and_a_warm_up(tiny_folder: Path, tmp_path: 
 
 def test_saved_evaluated_and_followed_by_its_reference(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = small(
-        tiny_folder, tmp_path / "out", eval_dataset=problems(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
-        sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0,
+        tiny_folder, tmp_path / "out", eval_dataset=problems(4), eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=4, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0,
         kl={"estimator": "k1", "placement": "reward", "coefficient": 0.1}, num_iterations=2,
     )  # fmt: skip
     trainer.train()
@@ -157,10 +157,10 @@ def test_the_best_checkpoints_critic_a_kl_a_completion_and_its_controller(tiny_f
     warm-up β stays."""
     kl = {"estimator": "k1", "placement": "reward", "per": "sequence", "coefficient": 0.5, "target": 0.1}
     trainer = small(
-        tiny_folder, tmp_path / "out", reward=falling(), kl=kl, value={"warmup_steps": 1, "learning_rate": 0.05}, max_steps=3,
-        learning_rate=0.02, eval_dataset=problems(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_rewards/falling_reward/mean",
-        greater_is_better=True,
+        tiny_folder, tmp_path / "out", reward=falling(), kl=kl, value={"warmup_steps": 1, "learning_rate": 0.05},
+        max_steps=3, learning_rate=0.02, eval_dataset=problems(4), eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=4, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="eval_rewards/falling_reward/mean", greater_is_better=True,
     )  # fmt: skip
     trainer.train()
     assert trainer.parts.critic is not None

@@ -208,8 +208,9 @@ def test_a_mixture_from_a_recipe(tmp_path: Path) -> None:
     recipe = {
         "name": "process", "model": {"tiny": {"hidden_size": 16, "num_layers": 1, "initializer_range": 0.2}},
         "data": {"loader": "word_problems", "n": 8, "template": "chat"}, "rewards": rewards, "objective": PROCESS,
-        "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "max_steps": 1, "logging_steps": 1,
-        "save_strategy": "no", "gradient_checkpointing": False, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "run"),
+        "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "max_steps": 1,
+        "logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": False, "use_cpu": True, "bf16": False,
+        "output_dir": str(tmp_path / "run"),
     }  # fmt: skip
     facts = dry_run(recipe_from(recipe))
     assert "process" in facts["algorithm"]

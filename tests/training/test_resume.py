@@ -97,7 +97,8 @@ def build(
     model.config.attention_dropout = dropout
     written = {
         "gradient_accumulation_steps": 2, "max_steps": 6, "max_completion_length": 8, "optim": "adamw_torch",
-        "learning_rate": 3e-3, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "save_strategy": "steps", "save_steps": 1,
+        "learning_rate": 3e-3, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "save_strategy": "steps",
+        "save_steps": 1,
     }  # fmt: skip
     config = GRPOConfig if kind is GRPOTrainer else LabConfig
     return kind(
@@ -185,15 +186,22 @@ CASES = [
     Case("TRL's loss", {**TWO_STEPS, "beta": 0.1}),
     Case("TRL's loss, micro-batches as TRL cuts them", {**TWO_STEPS, "update": "off"}),
     Case("log every 4 steps", {**TWO_STEPS, "objective": "dapo", "logging_steps": 4, "max_steps": 8}),
-    Case("log every 4 steps, TRL's means, at a batch's end", {**TWO_STEPS, "logging_steps": 4, "max_steps": 8}, stop=2, inside=False),
+    Case(
+        "log every 4 steps, TRL's means, at a batch's end", {**TWO_STEPS, "logging_steps": 4, "max_steps": 8},
+        stop=2, inside=False,
+    ),
     Case("second epoch", {**TWO_STEPS, "objective": "grpo", "max_steps": 8}, stop=7, more={"rows": 8}),
     Case("dropout, masks of live rows", {**TWO_ITERATIONS, "objective": "grpo"}, more={"dropout": 0.2}),
     Case(
-        "dropout, stock's draws", {**TWO_ITERATIONS, "objective": "grpo", "update": {"randomness": "same_draws"}}, more={"dropout": 0.2},
+        "dropout, stock's draws", {**TWO_ITERATIONS, "objective": "grpo", "update": {"randomness": "same_draws"}},
+        more={"dropout": 0.2},
     ),
     Case("a forward that was seen to be random", {**TWO_STEPS, "objective": "grpo"}, more={"noise": True}),
     Case("our sampler", {**TWO_STEPS, "objective": "grpo", "sampler": "prioritized"}),
-    Case("reward schedule", {**TWO_ITERATIONS, "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 6, "value": 2.0}}}),
+    Case("reward schedule", {
+        **TWO_ITERATIONS,
+        "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 6, "value": 2.0}},
+    }),
 ]  # fmt: skip
 
 

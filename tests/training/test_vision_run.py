@@ -27,8 +27,8 @@ def test_a_vision_model_is_trained_and_measured_on_text(tmp_path: Path) -> None:
     written: dict[str, Any] = {
         "name": "vision", "model": {"path": str(tmp_path / "llava")}, "data": ROWS, "rewards": ["accuracy"],
         "evaluation": {"data": {**ROWS, "split": "test", "n": 4}, "reward": {"name": "accuracy", "mode": "strict"}},
-        "objective": "dr_grpo", "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 1,
-        "use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "run"),
+        "objective": "dr_grpo", "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 8,
+        "max_steps": 1, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "run"),
     }  # fmt: skip
     facts = dry_run(recipe_from(written))
     assert int(facts["parameters"].replace(",", "")) > 10_000

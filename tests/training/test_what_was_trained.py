@@ -68,7 +68,11 @@ def card_of(made: Any) -> str:
         ({"objective": "gspo"}, "grpo", "group"),
         ({"objective": "dr_grpo", "advantage": "leave_one_out"}, "dr_grpo", "none"),
         ({"objective": {"name": "dr_grpo", "surrogate": soft}}, "grpo_lab:dr_grpo+surrogate=soft", "none"),
-        ({"objective": {"name": "dapo", "aggregation": "sequence_sum"}}, "grpo_lab:dapo+aggregation=sequence_sum", "group"),
+        (
+            {"objective": {"name": "dapo", "aggregation": "sequence_sum"}},
+            "grpo_lab:dapo+aggregation=sequence_sum",
+            "group",
+        ),
         ({}, "dapo", "group"),
     ],
 )  # fmt: skip

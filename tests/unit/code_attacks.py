@@ -255,9 +255,11 @@ HARMFUL = {
         "os.listdir('/')", "print(os.listdir('/root'), os.listdir('/home'))"),
     "writes outside": _each("open('CANARY', 'w').write('touched')", "os.truncate('CANARY', 0)", "os.unlink('CANARY')"),
     "writes home": _each("open('HOME/touched', 'w').write('x')", "open(os.path.expanduser('~/touched'), "
-        "'w').write('x')", "os.chmod('HOME', 0)", "os.chown('HOME', 1, 1)", "os.utime('HOME', (1, 1))", "os.setxattr('HOME', 'user.x', b'x')"),
+        "'w').write('x')", "os.chmod('HOME', 0)", "os.chown('HOME', 1, 1)", "os.utime('HOME', (1, 1))",
+        "os.setxattr('HOME', 'user.x', b'x')"),
     "removes all it can": _each("shutil.rmtree(os.path.dirname('CANARY'))", before="import os, shutil"),
-    "a symbolic link out": _each("os.symlink('CANARY', 'link')", "open('link', 'w').write('touched')", "os.chmod('link', 0)"),
+    "a symbolic link out": _each("os.symlink('CANARY', 'link')", "open('link', 'w').write('touched')",
+        "os.chmod('link', 0)"),
     "a symbolic link to a folder, left "
     "behind": _each("os.symlink(os.path.dirname('CANARY'), 'folder')", "os.symlink('/', 'root')"),
     "a hard link out": _each("os.link('CANARY', 'hard')", "open('hard', 'w').write('touched')"),
@@ -275,21 +277,24 @@ HARMFUL = {
     "kills its group": _each("os.killpg(os.getpgid(os.getppid()), 9)"),
     "a signal to all it may": _each("os.kill(-1, 28)"),
     "queues a signal": _each("ctypes.CDLL(None).sigqueue(TRAINER, 10, 0)"),
-    "reads the trainer's environment": _each("print(open('/proc/TRAINER/environ').read())", "print(open(f'/proc/{os.getppid()}/environ').read())"),
+    "reads the trainer's environment": _each("print(open('/proc/TRAINER/environ').read())",
+        "print(open(f'/proc/{os.getppid()}/environ').read())"),
     "reads the parent's memory": _each("print(open(f'/proc/{os.getppid()}/mem', "
         "'rb').read(10))", "print(open('/proc/TRAINER/maps').read())"),
     "the parent's descriptors": _each("print([os.write(os.open(f'/proc/{os.getppid()}/fd/{n}', os.O_WRONLY), "
         "b'111.') for n in range(3, 20)])"),
     "traces the trainer": _each("ctypes.CDLL(None).ptrace(16, TRAINER, 0, 0)", "ctypes.CDLL(None).ptrace(16, "
         "os.getppid(), 0, 0)"),
-    "limits of the trainer": _each("resource.prlimit(TRAINER, resource.RLIMIT_NOFILE, (3, 3))", before="import resource"),
+    "limits of the trainer": _each("resource.prlimit(TRAINER, resource.RLIMIT_NOFILE, (3, 3))",
+        before="import resource"),
     "lifts its limits": _each("resource.setrlimit(resource.RLIMIT_AS, (-1, "
         "-1))", before="import resource") + "x = bytearray(1 << 36)\n",
     "LD_PRELOAD": _each("os.environ['LD_PRELOAD'] = '/tmp/x.so'; os.execv(sys.executable, [sys.executable, '-c', "
         "'1'])"),
     "LD_PRELOAD for others": _each("open('/etc/grpo_lab_touched', "
         "'w').write('/tmp/x.so')", "open('/etc/cron.d/grpo_lab_touched', 'w').write('#')"),
-    "becomes root": _each("os.setuid(0)", "os.setresuid(0, 0, 0)", "os.setgroups([0])", "open('CANARY', 'w').write('touched')"),
+    "becomes root": _each("os.setuid(0)", "os.setresuid(0, 0, 0)", "os.setgroups([0])",
+        "open('CANARY', 'w').write('touched')"),
     "a user namespace of its own": _each("ctypes.CDLL(None).unshare(0x10000000 | "
         "0x20000)", "ctypes.CDLL(None).mount(b'none', b'/', b'tmpfs', 0, None)"),
     "mounts": _each("ctypes.CDLL(None).mount(b'none', b'/tmp', b'proc', 0, "

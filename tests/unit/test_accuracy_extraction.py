@@ -162,10 +162,11 @@ def test_a_question_before_the_answer_is_the_models_own_way_of_solving() -> None
 
 
 UNITS = [
-    "\\boxed{", "\\boxed{5}", "\\boxed 5 ", "{", "}", "$", "$$", "$5 and ", "\\(", "\\[", "\\", "answer:", "answer is 5 ",
-    "the answer is $", "answer " * 3 + "x" * 50 + " ", "#### ", "####5\n", "#", "A: 5\n", "A*", "<answer>",
-    "<answer>5</answer>", "<think>", "</think>", "<think></think>", "<|x|>", "1", "1,", "1 ", "1/", "1:", "1{,}", "-", " ",
-    "\u00a0", "\n", ".", "?\n", "Question:", "= ", "a = b is ", "\\frac{1}", "\\text{", "*", "**", "> ", "%", "\\!", "½", "١",
+    "\\boxed{", "\\boxed{5}", "\\boxed 5 ", "{", "}", "$", "$$", "$5 and ", "\\(", "\\[", "\\", "answer:",
+    "answer is 5 ", "the answer is $", "answer " * 3 + "x" * 50 + " ", "#### ", "####5\n", "#", "A: 5\n", "A*",
+    "<answer>", "<answer>5</answer>", "<think>", "</think>", "<think></think>", "<|x|>", "1", "1,", "1 ", "1/", "1:",
+    "1{,}", "-", " ", "\u00a0", "\n", ".", "?\n", "Question:", "= ", "a = b is ", "\\frac{1}", "\\text{", "*", "**",
+    "> ", "%", "\\!", "½", "١",
 ]  # fmt: skip
 
 
@@ -247,8 +248,8 @@ def test_boxes_are_found_from_the_first_one_on(text: str, inside: list[str]) -> 
 @pytest.mark.parametrize(
     "mark",
     [
-        "<|im_end|>", "<|x|>", "</s>", "<s>", "<EOS>", "<pad>", "<start_of_turn>", "</end_of_turn>", "<bos>", "[INST]", "[/inst]",
-        "<<SYS>>", "<</SYS>>", "</answer> <think>", "\nUser:", "\n## human:", "\n**Instruction**:",
+        "<|im_end|>", "<|x|>", "</s>", "<s>", "<EOS>", "<pad>", "<start_of_turn>", "</end_of_turn>", "<bos>", "[INST]",
+        "[/inst]", "<<SYS>>", "<</SYS>>", "</answer> <think>", "\nUser:", "\n## human:", "\n**Instruction**:",
     ],
 )  # fmt: skip
 def test_no_sign_of_another_turn_is_passed_over(mark: str) -> None:

@@ -48,8 +48,8 @@ MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
     "xlnet": (XLNetConfig(vocab_size=WORDS, d_model=16, n_layer=2, n_head=2, d_inner=16, dropout=0.0), True),
     "roformer": (RoFormerConfig(**ENCODER), True),
     "cpmant": (
-        CpmAntConfig(vocab_size=WORDS, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16, num_hidden_layers=2,
-                     dropout_p=0.0), True,
+        CpmAntConfig(vocab_size=WORDS, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16,
+                     num_hidden_layers=2, dropout_p=0.0), True,
     ),
     "trocr": (
         TrOCRConfig(vocab_size=WORDS, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16,

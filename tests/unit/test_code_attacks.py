@@ -196,8 +196,10 @@ def fill(program: str, filled: dict[str, str]) -> str:
 def test_the_forgeries_are_real() -> None:
     """A harness that runs program and tests in one interpreter and trusts its exit status pays many of them."""
     paid = []
-    for name in ("leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything", "an int that equals everything",
-                 "a mock", "patches AssertionError", "leaves at exit", "quit() in the call"):  # fmt: skip
+    for name in (
+        "leaves before the tests", "os._exit(0)", "os._exit in the call", "equals everything",
+        "an int that equals everything", "a mock", "patches AssertionError", "leaves at exit", "quit() in the call",
+    ):  # fmt: skip
         done = subprocess.run([sys.executable, "-c", f"{FORGED[name]}\n{TESTS}"], capture_output=True, timeout=600)
         paid += [name] * (done.returncode == 0)
     assert len(paid) >= 6, paid

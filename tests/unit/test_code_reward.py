@@ -318,19 +318,24 @@ def test_a_program_in_another_process_is_tested_as_one_in_the_same(reward: CodeR
 
 @pytest.mark.parametrize(
     "tests",
-    [None, "", "   ", [], "x = 1", "print(add(1, 2))", "assert True", "assert add(1", {"input": 1}, [["a"]], [[1, 2], 3], 5,
+    [None, "", "   ", [], "x = 1", "print(add(1, 2))", "assert True", "assert add(1", {"input": 1}, [["a"]],
+     [[1, 2], 3], 5,
      "import _thread\nassert add(_thread.allocate_lock(), 1) == 3", "assert len('ab') == 2", "assert sum(10, 15) == 25",
      "import no_such_package\nassert add(1, 2) == 3", "def test_add():\n    import no_such_package\n    assert "
          "add(1, 2) == 3",
      "import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        assert add(1, 2) == "
      "3\nunittest.main()",
      "assert add('\ud800', '') == '\ud800'",
-     [["1 2", None]], [["1 2", [None]]], [["1 2", "3"], ["", [None, "x"]]], {"inputs": ["1", "2"], "outputs": ["1", None]}, [["1 2", ""], ["1", " \n"]],
-     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[None]]},
-     {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["null"]}, {"inputs": ["1", "2"], "outputs": ["1"]}, {"functional": ""}, {"functional": "x = 1"},
+     [["1 2", None]], [["1 2", [None]]], [["1 2", "3"], ["", [None, "x"]]],
+     {"inputs": ["1", "2"], "outputs": ["1", None]}, [["1 2", ""], ["1", " \n"]],
+     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]},
+     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[None]]},
+     {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["null"]}, {"inputs": ["1", "2"], "outputs": ["1"]},
+     {"functional": ""}, {"functional": "x = 1"},
      [{"input": "1", "output": "1", "testtype": "functional"}], [{"input": "1 and 2", "output": "3", "fn_name": "add"}],
      [{"input": [1, 2], "output": 3, "fn_name": "add"}, {"input": [1, 2], "output": 3, "fn_name": "sub"}],
-     [{"input": [1, 2], "output": 3, "fn_name": "add"}, {"input": "1 2", "output": "3", "testtype": "stdin"}], "[1, 2", "{'a': [}", "[" * 5000],
+     [{"input": [1, 2], "output": 3, "fn_name": "add"}, {"input": "1 2", "output": "3", "testtype": "stdin"}],
+     "[1, 2", "{'a': [}", "[" * 5000],
 )  # fmt: skip
 def test_tests_that_are_none_are_unscorable_whatever_the_program(reward: CodeReward, tests: Any) -> None:
     assert reward(completions=[ADD, "import sys; sys.exit()"], tests=[tests] * 2)[0] is None

@@ -187,7 +187,9 @@ CALLS: dict[str, tuple[str, Any, str | None]] = {
     "LeetCode's head": ("class Solution:\n    def add(self, a: List[int], b: Optional[int] = None) -> int: return "
         "a[0] + b", {"functional": "def check(candidate):\n    assert candidate(a=[1], b=2) == "
             "3\n\ncheck(Solution().add)"}, None),
-    "LiveCodeBench's": ("class Solution:\n    def add(self, a: List[int], b: int) -> int: return a[0] + b", [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": '{"func_name": "add"}'}], None),
+    "LiveCodeBench's": (
+        "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a[0] + b",
+        [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": '{"func_name": "add"}'}], None),
     "the same of pairs": ("class Solution:\n    def add(self, a, b): return a + b", [[[1, 2], 3]], "Solution().add"),
     "APPS wraps what is returned": (ADD, {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], [4]]}, None),
     "JSON's keys": ("def f(): return {1: (2, 3)}", '[{"input": [], "output": {"1": [2, 3]}}]', "f"),
@@ -213,11 +215,14 @@ OUTPUT = "\nIt prints:\n```\n3\n```"
 @pytest.mark.parametrize(
     "text",
     [
-        f"```python3.11\n{ADD}\n```{OUTPUT}", f"```py3\n{ADD}\n```{OUTPUT}", f"```{{python}}\n{ADD}\n```{OUTPUT}", f"```ipython3\n{ADD}\n```{OUTPUT}",
+        f"```python3.11\n{ADD}\n```{OUTPUT}", f"```py3\n{ADD}\n```{OUTPUT}", f"```{{python}}\n{ADD}\n```{OUTPUT}",
+        f"```ipython3\n{ADD}\n```{OUTPUT}",
         f"```python\n{ADD}```", f"```python\n{ADD}```\nThis "
             "works.", f"```python\nbroken(\nOr better:\n```python\n{ADD}\n```",
-        f"\ufeff{ADD}", f"<answer>\n{ADD}\n</answer>", f"```python\r\n{ADD}\r\n```\r\n".replace("\n", "\r\n").replace("\r\r", "\r"),
-        f'```python\nT = """\n```\nhello\n```\n"""\n{ADD}\n```', f"```python\nT = '''# Title\n```bash\nls\n```\n'''\n{ADD}\n```",
+        f"\ufeff{ADD}", f"<answer>\n{ADD}\n</answer>",
+        f"```python\r\n{ADD}\r\n```\r\n".replace("\n", "\r\n").replace("\r\r", "\r"),
+        f'```python\nT = """\n```\nhello\n```\n"""\n{ADD}\n```',
+        f"```python\nT = '''# Title\n```bash\nls\n```\n'''\n{ADD}\n```",
         f'```python\ndef f():\n    """Cut off.\n```\nAgain:\n```python\n"""Doc."""\n{ADD}\n```',
     ],
 )  # fmt: skip
@@ -281,7 +286,8 @@ LIES = {
     "a name that hangs": ("import time\nclass M(type):\n    __name__ = property(lambda c: time.sleep(600))\nclass "
         "Q(metaclass=M): pass\nf = lambda x: Q()", "assert f(1) == 3"),
     "a name with a NUL": ("class Q: pass\nimport __main__\nold = __main__.Server._keep\ndef new(s, v):\n    d = "
-        "old(s, v)\n    d['object'][2] = 'a\\0b'\n    return d\n__main__.Server._keep = new\nf = lambda x: Q()", "assert f(1) == 3\nassert f(2) == 3"),
+        "old(s, v)\n    d['object'][2] = 'a\\0b'\n    return d\n__main__.Server._keep = new\nf = lambda x: Q()",
+        "assert f(1) == 3\nassert f(2) == 3"),
     "another answer at each "
     "question": ("class f(list):\n    n = 0\n    def __init__(s, x): pass\n    def __iter__(s):\n        s.n += 1\n  "
         "      return iter([s.n])", {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[2], [3], [4]]}),
@@ -298,15 +304,19 @@ LIES = {
         "os._exit(0)", "assert f(f(1)) == 3"),
     "a pattern that reads the "
     "tester": ("class Q: pass\ndef f(form):\n    return form('{0._program.gone}', Q())", "assert f(str.format) == ''"),
-    "deeper than is read": ("def f(x):\n    y = 3\n    for _ in range(5000): y = [y]\n    return y", "assert f(1) == 3"),
+    "deeper than is read": (
+        "def f(x):\n    y = 3\n    for _ in range(5000): y = [y]\n    return y", "assert f(1) == 3"),
 }  # fmt: skip
 
 
 def test_arithmetic_with_data_gives_no_data(share: CodeReward) -> None:
     """What is expected may be in it: ``f(1) - 3`` of the program's objects is no 0, no truth, no number and no order of
     its own."""
-    questions = ("not f(1) - 3", "not 3 - f(1)", "abs(f(1) - 3) < 1e-6", "f(1) - 3 == 0", "float(f(1) - 3) == 0", "len(f(1) ^ 3) == 0", "not any([f(1) - 3])",
-                 "list(f(1) - 3) == []", "not (f(1) - 3) - (f(1) - 4)", "(f(1) - 3) < (f(1) - 4)", "not -(f(1) - 3)", "round(f(1) - 3) == 0", "hash(f(1) - 3) == 0")  # fmt: skip
+    questions = (
+        "not f(1) - 3", "not 3 - f(1)", "abs(f(1) - 3) < 1e-6", "f(1) - 3 == 0", "float(f(1) - 3) == 0",
+        "len(f(1) ^ 3) == 0", "not any([f(1) - 3])", "list(f(1) - 3) == []", "not (f(1) - 3) - (f(1) - 4)",
+        "(f(1) - 3) < (f(1) - 4)", "not -(f(1) - 3)", "round(f(1) - 3) == 0", "hash(f(1) - 3) == 0",
+    )  # fmt: skip
     number = "class N:\n    def __sub__(s, o): return 0\n    __rsub__ = __sub__\ndef f(x): return N()"
     tests = ["\n".join(f"assert {one}" for one in questions), "assert f(1) - 3 == 0\nassert not 3 - f(1)"]
     assert share(completions=[NOTHING, number], tests=tests) == [0.0, 0.0]

@@ -391,13 +391,13 @@ def test_a_setting_of_an_earlier_release_says_what_to_do(name: str) -> None:
 
 def test_no_setting_of_the_parents_is_forgotten() -> None:
     """TRL 0.14 to 1.15 and transformers 4.46 to 5.8, read out of their sources; what stayed is not in the table."""
-    once = """max_prompt_length use_liger_loss vllm_device vllm_dtype vllm_enable_prefix_caching vllm_guided_decoding_regex
-    vllm_max_model_len wandb_log_unique_prompts adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level
-    fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
-    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir past_index
-    per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope
-    save_safetensors split_batches torchdynamo tp_size tpu_metrics_debug tpu_num_cores use_ipex use_legacy_prediction_loop
-    use_mps_device warmup_ratio"""
+    once = """max_prompt_length use_liger_loss vllm_device vllm_dtype vllm_enable_prefix_caching
+    vllm_guided_decoding_regex vllm_max_model_len wandb_log_unique_prompts adafactor dispatch_batches
+    evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
+    group_by_length half_precision_backend include_inputs_for_metrics include_tokens_per_second jit_mode_eval
+    logging_dir mp_parameters no_cuda overwrite_output_dir past_index per_gpu_eval_batch_size per_gpu_train_batch_size
+    push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope save_safetensors split_batches torchdynamo
+    tp_size tpu_metrics_debug tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device warmup_ratio"""
     assert set(GONE) == {*once.split(), "vllm_sampling_params"}  # the last was never one, and is often written
 
 

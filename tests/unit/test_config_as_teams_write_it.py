@@ -139,8 +139,8 @@ def by_replace(folder: Path, config: LabConfig) -> LabConfig:
 
 
 ROADS: list[Callable[[Path, LabConfig], LabConfig]] = [
-    by_hf, by_hf_json, by_hf_yaml, by_trl, by_words_over_yaml, by_record, by_json_string, by_yaml_of_the_record, by_training_args,
-    by_replace, lambda _, config: copy.deepcopy(config),
+    by_hf, by_hf_json, by_hf_yaml, by_trl, by_words_over_yaml, by_record, by_json_string, by_yaml_of_the_record,
+    by_training_args, by_replace, lambda _, config: copy.deepcopy(config),
 ]  # fmt: skip
 
 

@@ -59,10 +59,11 @@ def test_by_hand(text: str, numbers: list[Any], target: Any, expected: float | N
 
 
 HOSTILE = [
-    "__import__('os').system('true')", "3 if 1 else 5", "(3).__class__", "3**5", "3//5", "3 ** 9 ** 9 ** 9", "3 + 5; 15", "lambda: 15", "3 5", "15#",
-    "1e1+5", "0x3+5", "3_0-15", "٣ * 5", "３ * 5", "3 * 5 == 15", "3 * 5 = 15 = 15", "3 * 5\0", "(3 * 5", "3 * 5)", "()", "+", "3 *", "* 3 5",
-    "[3, 5]", "True", "3 * 5 or 15", "3 \u202e* 5", "3!", "C(3,5)", "3 * 5 % 99", "((((((3)))))) * 5 * 1",
-    "(" * 10_000 + "3" + ")" * 10_000, "9" * 100_000, "1+" * 50_000 + "1", "<answer>" * 10_000, "=" * 100_000, "3*" * 200 + "5",
+    "__import__('os').system('true')", "3 if 1 else 5", "(3).__class__", "3**5", "3//5", "3 ** 9 ** 9 ** 9",
+    "3 + 5; 15", "lambda: 15", "3 5", "15#", "1e1+5", "0x3+5", "3_0-15", "٣ * 5", "３ * 5", "3 * 5 == 15",
+    "3 * 5 = 15 = 15", "3 * 5\0", "(3 * 5", "3 * 5)", "()", "+", "3 *", "* 3 5", "[3, 5]", "True", "3 * 5 or 15",
+    "3 \u202e* 5", "3!", "C(3,5)", "3 * 5 % 99", "((((((3)))))) * 5 * 1", "(" * 10_000 + "3" + ")" * 10_000,
+    "9" * 100_000, "1+" * 50_000 + "1", "<answer>" * 10_000, "=" * 100_000, "3*" * 200 + "5",
 ]  # fmt: skip
 
 
@@ -102,7 +103,8 @@ def test_splits_share_no_game_and_seeds_repeat() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"n": 0}, "n is 0"), ({"n": 1, "split": "dev"}, "dev"), ({"n": 1, "numbers": (5, 3)}, "numbers"), ({"n": 999, "numbers": (2, 2), "largest": 3}, "only")],
+    [({"n": 0}, "n is 0"), ({"n": 1, "split": "dev"}, "dev"), ({"n": 1, "numbers": (5, 3)}, "numbers"),
+     ({"n": 999, "numbers": (2, 2), "largest": 3}, "only")],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ValueError, match=word):

@@ -128,10 +128,14 @@ def test_only_what_a_model_is_goes_along(tmp_path: Path) -> None:
     """A report on the merged folder would draw the long model's curves, and its README would tell of another
     training."""
     a = checkpoint(tmp_path / "a", {"w": torch.zeros(2)})
-    belongs = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
-               "special_tokens_map.json", "modeling_own.py", "LICENSE"]  # fmt: skip
-    tells = ["README.md", "metrics.jsonl", "run.json", "recipe.yaml", "report.html", "training_args.bin", "trainer_state.json",
-             "rows.jsonl", "samples.jsonl", "optimizer.pt", "log.txt"]  # fmt: skip
+    belongs = [
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json",
+        "merges.txt", "special_tokens_map.json", "modeling_own.py", "LICENSE",
+    ]  # fmt: skip
+    tells = [
+        "README.md", "metrics.jsonl", "run.json", "recipe.yaml", "report.html", "training_args.bin",
+        "trainer_state.json", "rows.jsonl", "samples.jsonl", "optimizer.pt", "log.txt",
+    ]  # fmt: skip
     for name in belongs + tells:
         (a / name).write_text("x")
     out = average_weights(a, checkpoint(tmp_path / "b", {"w": torch.ones(2)}), tmp_path / "out")

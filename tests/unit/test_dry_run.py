@@ -94,18 +94,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a callback that is not there": ({"callbacks": ["no_such_team:C"]}, "`callbacks`"),
     "a tool that is not there": ({"tools": ["math:no_such_tool"]}, "`tools`.*no_such_tool"),
     "an environment that is not there": ({"environment_factory": "no_such_team:E"}, "`environment_factory`"),
-    "a part of the objective": ({"objective": {"name": "dr_grpo", "aggregation": "no_such_team:agg"}}, "no_such_team.*looked"),
-    "golds that cannot be read": ({"data": {"loader": "file", "source": "GOLDS", "question": "q", "gold": "a"}}, "gold|solution"),
+    "a part of the objective": (
+        {"objective": {"name": "dr_grpo", "aggregation": "no_such_team:agg"}}, "no_such_team.*looked"),
+    "golds that cannot be read": (
+        {"data": {"loader": "file", "source": "GOLDS", "question": "q", "gold": "a"}}, "gold|solution"),
     "no such model folder": ({"model": {"path": "/no/such/model"}}, "`model.path` is '/no/such/model'"),
     "a setting of the cold start": (
         {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "learning_rat": 1}}, "learning_rat"),
-    "held-out rows": ({"evaluation": {"data": {"loader": "word_problems", "colour": 1}}}, r"`evaluation\.data`.*colour"),
+    "held-out rows": (
+        {"evaluation": {"data": {"loader": "word_problems", "colour": 1}}}, r"`evaluation\.data`.*colour"),
     "a judge that is not there": ({"evaluation": {"data": GOOD["data"], "reward": "acuracy"}}, r"`evaluation\.reward`"),
     "two number formats": ({"bf16": True, "fp16": True}, "`bf16` and `fp16` are both true"),
     "a schedule of no reward": ({"reward_schedules": {"acuracy_reward": 1.0}}, "reward_schedules"),
     "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
-    "a reward that reads a column that no row has": ({"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
+    "a reward that reads a column that no row has": (
+        {"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
     "an evaluation without room": (
         {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
         r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is "
@@ -117,7 +121,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"max_completion_length": None, "evaluation": {"data": GOOD["data"]}}, r"`max_completion_length` is "
             r"null.*`evaluation\.max_new"),
     "a cold start beyond the context": (
-        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 64}}, "cold_start": {"data": {**GOOD["data"], "split": "cold_start"}}},
+        {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 64}},
+         "cold_start": {"data": {**GOOD["data"], "split": "cold_start"}}},
         r"`cold_start`: the longest .* `cold_start\.max_length` is 1024, and the model's context .* is 64"),
     "a prompt that fills the context": (
         {"model": {"tiny": {**GOOD["model"]["tiny"], "max_positions": 16}}}, "leaves no room in a context of 16 "

@@ -173,10 +173,11 @@ def test_as_it_is_written(text: str, verdicts: list[bool]) -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        "9^9^9^9 = 1 ", "9^", "1 apples + ", "1 a = 1 a ", "1 abcdefghijklmnopqrst + ", "**", "**a", "√9", "½", "1 1/2 ", "1 and 1/2 ",
-        "5! ", "= ≈ ", "\\frac12", "\\frac{1}{2}", "\\boxed{", "\\text{", "1%", "1-1%", "% of 1 ", "- 1\n", "\n", " ", "\t", "1:", "1,",
-        "1,000", "3 of ", "of the ", "$1 = ", "$", "$1=1 cents", "17 / 5 = 3 r 2 ", "= 3 remainder", "9²", "⁹", "A = ", "<<1=1>>", "1=1+",
-        "1 x 1", "2(", "/ 1/2 ", "\u202e", "\x00", "1 ",
+        "9^9^9^9 = 1 ", "9^", "1 apples + ", "1 a = 1 a ", "1 abcdefghijklmnopqrst + ", "**", "**a", "√9", "½",
+        "1 1/2 ", "1 and 1/2 ", "5! ", "= ≈ ", "\\frac12", "\\frac{1}{2}", "\\boxed{", "\\text{", "1%", "1-1%",
+        "% of 1 ", "- 1\n", "\n", " ", "\t", "1:", "1,", "1,000", "3 of ", "of the ", "$1 = ", "$", "$1=1 cents",
+        "17 / 5 = 3 r 2 ", "= 3 remainder", "9²", "⁹", "A = ", "<<1=1>>", "1=1+", "1 x 1", "2(", "/ 1/2 ", "\u202e",
+        "\x00", "1 ",
     ],
 )  # fmt: skip
 def test_a_hostile_text_costs_its_length(unit: str) -> None:

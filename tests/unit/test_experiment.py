@@ -32,7 +32,8 @@ def prepare(options):
     with (options.folder / "prepared").open("a") as file:
         file.write("once\\n")
 
-carry_out(Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare), parser(None, "x").parse_args())
+carry_out(Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare), \
+parser(None, "x").parse_args())
 """
 
 

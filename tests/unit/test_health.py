@@ -106,7 +106,10 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "KL runs away": ([run(*[{"kl": 1.1}] * 3)], [run(*[{"kl": 0.9}] * 3), run({"kl": 2.9})]),  # mean 0.973
     "clip share": (
-        [run(*[{"clip_ratio/region_mean": 0.3}] * 3), run(*[{"clip_ratio/region_mean": 0.1, "clip_ratio/delta_mean": 0.15}] * 3)],
+        [
+            run(*[{"clip_ratio/region_mean": 0.3}] * 3),
+            run(*[{"clip_ratio/region_mean": 0.1, "clip_ratio/delta_mean": 0.15}] * 3),
+        ],
         [run(*[{"clip_ratio/region_mean": 0.19}] * 3)],
     ),
     "entropy collapses": (
@@ -125,10 +128,16 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
             [{**row, "reward": 0.3 + 0.01 * i} for i, row in enumerate(longer(200, 40))],
         ],
     ),
-    "reward falls": ([noisy(12, last=-0.2), noisy(10, last=-0.2, every=50)], [noisy(12, last=-0.02), noisy(8, last=-0.2, every=20)]),
+    "reward falls": (
+        [noisy(12, last=-0.2), noisy(10, last=-0.2, every=50)],
+        [noisy(12, last=-0.02), noisy(8, last=-0.2, every=20)],
+    ),
     "reward flat": (
         [noisy(12), noisy(12, every=50)],
-        [noisy(10), noisy(12, last=0.1), noisy(4, every=40), noisy(8, every=20), [{**row, **DEAD} for row in noisy(12)]],
+        [
+            noisy(10), noisy(12, last=0.1), noisy(4, every=40), noisy(8, every=20),
+            [{**row, **DEAD} for row in noisy(12)],
+        ],
     ),
     "reward full": (
         [at(0.99), [{**row, "rewards/a/mean": 0.97, "rewards/b/mean": 1.0} for row in at(1.97)]],

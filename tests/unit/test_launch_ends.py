@@ -91,7 +91,8 @@ def test_the_environment_of_a_rank_is_the_launchers(config: str, processes: int,
     for rank, ours in enumerate(of_ranks(RECIPES / f"{config}.yaml", processes, {**os.environ, **ON_CPUS}, port=1)):
         theirs = json.loads((tmp_path / str(rank)).read_text())
         assert {name for name in theirs if ours.get(name) != theirs[name]} <= {
-            "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
-            "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+            "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         }  # fmt: skip
         assert ours.keys() <= theirs.keys()

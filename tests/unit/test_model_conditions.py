@@ -62,8 +62,8 @@ MODELS: dict[str, tuple[PreTrainedConfig, float, float, float, bool]] = {
     "mixtral router_jitter_noise": (MixtralConfig(**EXPERTS, router_jitter_noise=0.125), 0.0, 0.0, 0.125, True),
     "opt layerdrop": (
         OPTConfig(
-            vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=64, dropout=0.0, attention_dropout=0.0, layerdrop=0.5,
+            vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=64, dropout=0.0, attention_dropout=0.0, layerdrop=0.5,
         ), 0.0, 0.5, 0.0, True,
     ),
     "biogpt": (
@@ -216,8 +216,12 @@ CAUSES: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "dynamic": (scaled_rope("dynamic"), None, None, {}, "rope_type 'dynamic'"),
     "longrope": (scaled_rope("longrope", **LONG), None, None, {}, "rope_type 'longrope'"),
     "opt": (without_layer_drop("opt layerdrop"), None, None, {}, "learned positions from the attention mask"),
-    "prompt tuning": (SIZES, PromptTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PromptTuningConfig`"),
-    "prefix tuning": (SIZES, PrefixTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PrefixTuningConfig`"),
+    "prompt tuning": (
+        SIZES, PromptTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PromptTuningConfig`",
+    ),
+    "prefix tuning": (
+        SIZES, PrefixTuningConfig(num_virtual_tokens=3), None, {}, "virtual tokens .*`PrefixTuningConfig`",
+    ),
     "batch norm": (SIZES, None, with_batch_norm, {}, "batch norm"),
     "capacity": (SIZES, None, with_capacity, {}, "`expert_capacity`"),
     "fp8": (SIZES, None, as_fp8, {}, "in fp8 .*`mixed_precision`"),
@@ -245,8 +249,13 @@ def test_the_reason_names_the_cause(cause: str, tmp_path: Path) -> None:
         adapter.task_type = "CAUSAL_LM"
     args = LabConfig(**{**arguments(tmp_path, router_aux_loss_coef=0.0), **settings}, objective="dr_grpo")
     trainer = LabTrainer(
-        AutoModelForCausalLM.from_config(config), mixed_reward(), args, problems(), processing_class=tokenizer, peft_config=adapter
-    )  # fmt: skip
+        AutoModelForCausalLM.from_config(config),
+        mixed_reward(),
+        args,
+        problems(),
+        processing_class=tokenizer,
+        peft_config=adapter,
+    )
     precision = trainer.accelerator.state._mixed_precision
     try:
         (prepare or (lambda _: None))(trainer)
@@ -265,7 +274,8 @@ STATES: dict[str, tuple[PreTrainedConfig, bool]] = {
     "xlstm": (xLSTMConfig(vocab_size=64, hidden_size=64, num_heads=2, num_hidden_layers=2), True),
     "mamba": (MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2), False),
     "mamba2": (
-        Mamba2Config(vocab_size=64, hidden_size=16, num_heads=4, head_dim=8, state_size=4, n_groups=1, num_hidden_layers=2),
+        Mamba2Config(vocab_size=64, hidden_size=16, num_heads=4, head_dim=8, state_size=4, n_groups=1,
+                     num_hidden_layers=2),
         False,
     ),
     "qwen3_5": (

@@ -43,7 +43,11 @@ PROOFS = {
 @pytest.mark.parametrize("sequent", PROOFS)
 def test_every_rule_in_a_proof_by_hand(sequent: str) -> None:
     assert why_not(PROOFS[sequent], sequent) == ""
-    for wrapped in (f"<think>1. q [premise]</think>So:\n```\n{PROOFS[sequent]}\n```", f"It is\n{PROOFS[sequent]}\nDone.", f"<answer>{PROOFS[sequent]}</answer>"):  # fmt: skip
+    for wrapped in (
+        f"<think>1. q [premise]</think>So:\n```\n{PROOFS[sequent]}\n```",
+        f"It is\n{PROOFS[sequent]}\nDone.",
+        f"<answer>{PROOFS[sequent]}</answer>",
+    ):
         assert ProofReward()(completions=[wrapped], sequent=[sequent]) == [1.0]
 
 
@@ -109,7 +113,10 @@ def test_made_proofs_are_right_and_no_change_of_them_proves_what_is_not_so() -> 
         for _ in range(12):
             lines = row["solution"].splitlines()
             place = rng.randrange(len(lines))
-            before, after = rng.choice([("p", "q"), ("q", "p"), ("&", "v"), ("->", "&"), ("~", ""), ("| ", ""), ("[", "~["), ("1", "2"), ("2", "1"), ("assume", "premise"), ("p", "~p"), (" ->e", " &i")])  # fmt: skip
+            before, after = rng.choice([
+                ("p", "q"), ("q", "p"), ("&", "v"), ("->", "&"), ("~", ""), ("| ", ""), ("[", "~["), ("1", "2"),
+                ("2", "1"), ("assume", "premise"), ("p", "~p"), (" ->e", " &i"),
+            ])  # fmt: skip
             lines[place] = lines[place].replace(before, after, 1)
             changed = "\n".join(lines)
             goal = rng.choice(
@@ -126,7 +133,8 @@ def test_made_proofs_are_right_and_no_change_of_them_proves_what_is_not_so() -> 
 
 @pytest.mark.parametrize(
     ("text", "written"),
-    [("p", "p"), ("~~p", "~~p"), ("p & q & r", "(p & q) & r"), ("p -> q -> r", "p -> (q -> r)"), ("p v q & ~r -> #", "(p v (q & ~r)) -> #"),
+    [("p", "p"), ("~~p", "~~p"), ("p & q & r", "(p & q) & r"), ("p -> q -> r", "p -> (q -> r)"),
+     ("p v q & ~r -> #", "(p v (q & ~r)) -> #"),
      ("(p→q)∧¬⊥", "(p -> q) & ~#"), ("((p))", "p")],
 )  # fmt: skip
 def test_formulas_are_read_and_written(text: str, written: str) -> None:
@@ -135,10 +143,12 @@ def test_formulas_are_read_and_written(text: str, written: str) -> None:
 
 
 HOSTILE = [
-    "1. " + "(" * 10_000 + "p" + ")" * 10_000 + " [premise]", "1. " + "~" * 100_000 + "p [premise]", "1. p [" + "1" * 79 + "x]", "1. p [&i " + "1," * 35 + "x]",
-    "1. " + "| " * 50_000 + "p [assume]", "1. p [premise]\n" * 50_000, "1." * 50_000, "1. p" + " " * 100_000 + "[premise", "1. p & " * 20_000, "[" * 100_000,
-    "1. p\0 [premise]", "1. \u202ep [premise]", "１. p [premise]", "1. p [premise] # |- q", "1. p [__import__('os')]", "<answer>" * 10_000, "```\n" * 20_000,
-    "1. p -> p -> " * 5_000 + "p [premise]", "\n" * 100_000, "99999999999999. p [premise]", "1. p [copy 0]", "1. p [copy -1]", "1. p [->i 1-1]", "1. vvv [premise]",
+    "1. " + "(" * 10_000 + "p" + ")" * 10_000 + " [premise]", "1. " + "~" * 100_000 + "p [premise]",
+    "1. p [" + "1" * 79 + "x]", "1. p [&i " + "1," * 35 + "x]", "1. " + "| " * 50_000 + "p [assume]",
+    "1. p [premise]\n" * 50_000, "1." * 50_000, "1. p" + " " * 100_000 + "[premise", "1. p & " * 20_000, "[" * 100_000,
+    "1. p\0 [premise]", "1. \u202ep [premise]", "１. p [premise]", "1. p [premise] # |- q", "1. p [__import__('os')]",
+    "<answer>" * 10_000, "```\n" * 20_000, "1. p -> p -> " * 5_000 + "p [premise]", "\n" * 100_000,
+    "99999999999999. p [premise]", "1. p [copy 0]", "1. p [copy -1]", "1. p [->i 1-1]", "1. vvv [premise]",
 ]  # fmt: skip
 
 

@@ -162,7 +162,8 @@ def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
         ({"data": {"loader": "word_problems", "n": True}}, lambda r: load_rows(r.data), "`data.n` is True; it must be"),
         ({"model": {"tiny": {"num_layers": "two"}}}, lambda r: load_model(r.model, 0), "`model.tiny.num_layers` is "
             "'two'"),
-        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: load_model(r.model, 0), "`model.tiny` .*'num_layer'.*'num_layers'"),
+        ({"model": {"tiny": {"num_layer": 1}}}, lambda r: load_model(r.model, 0),
+            "`model.tiny` .*'num_layer'.*'num_layers'"),
         ({"model": {"path": "m", "lora": {"r": "many"}}}, lambda r: lora_config(r.model), "`model.lora.r` is 'many'"),
     ]  # fmt: skip
     for changed, build, message in builders:

@@ -268,7 +268,8 @@ def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_pat
     [
         (lambda: build_reward(RewardSection("accuracy", arguments={"mod": "strict"})), "has no setting 'mod'; did "
             "you mean 'mode'?"),
-        (lambda: build_reward(RewardSection("soft_overlong", arguments={"max_completion": 8})), "did you mean 'max_completion_len'?"),
+        (lambda: build_reward(RewardSection("soft_overlong", arguments={"max_completion": 8})),
+            "did you mean 'max_completion_len'?"),
         (lambda: build_reward(RewardSection("json:dumps", arguments={"x": 1})), None),  # any keyword
         (lambda: build_reward(RewardSection("shutil:move", arguments={"scr": 1})), "has no setting 'scr'; did you "
             "mean 'src'?"),

@@ -21,8 +21,9 @@ ROWS = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
 SAMPLED = {"data": ROWS, "n_samples": 2, "max_completion_length": 8, "use_cpu": True}
 GOOD: dict[str, dict[str, Any]] = {
     "train": {
-        "model": {"tiny": {"hidden_size": 16, "num_layers": 1}}, "data": ROWS, "rewards": ["accuracy"], "use_cpu": True, "bf16": False,
-        "num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 1, "max_completion_length": 8, "report_to": "none",
+        "model": {"tiny": {"hidden_size": 16, "num_layers": 1}}, "data": ROWS, "rewards": ["accuracy"], "use_cpu": True,
+        "bf16": False, "num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 1,
+        "max_completion_length": 8, "report_to": "none",
     },
     "curate": SAMPLED,
     "rounds": {"method": "expert_iteration", "training": {"max_steps": 1}, **SAMPLED},
@@ -55,8 +56,10 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train", "rounds", "long2short"), ["--evaluation", "{data: {loader: sorting, n: 0}}"], r"`evaluation.data` .*: "
         r"n is 0;"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 0}}"], r"`cold_start.data` .*: n is 0;"),
-    (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, learning_rate: -1}"], "`cold_start.learning_rate` is -1; it"),
-    (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, max_seq_length: 8}"], "any more: it is `max_length` now"),
+    (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, learning_rate: -1}"],
+        "`cold_start.learning_rate` is -1; it"),
+    (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, max_seq_length: 8}"],
+        "any more: it is `max_length` now"),
     (SAMPLERS, ["--reward", "acuracy"], r"`reward`: unknown reward 'acuracy'; did you mean 'accuracy'\? Allowed: \["),
     (("train",), ["--rewards", "[{name: accuracy, wieght: 2}]"], "`rewards`: 'accuracy' has no setting 'wieght'; did "
         "you mean 'weight'"),
@@ -74,7 +77,8 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (ALL, ["--max_hours", "0"], "`max_hours` is 0; it must be a number of hours above 0"),
     (("train",), ["--top_p", "2"], "`top_p` is 2; it must be a number above 0 and at most 1"),
     (("train",), ["--top_k", "-1"], "`top_k` is -1; it must be a whole number of at least 1, or 0"),
-    (("train",), ["--max_steps", "0"], "`max_steps` is 0; it must be at least 1, or -1 where `num_train_epochs` says it"),
+    (("train",), ["--max_steps", "0"],
+        "`max_steps` is 0; it must be at least 1, or -1 where `num_train_epochs` says it"),
     (("train",), ["--max_steps", "-1", "--num_train_epochs", "0"], "`num_train_epochs` is 0; it must be a finite "
         "number above 0"),
     (("train",), ["--steps_per_generation", "0"], "`steps_per_generation` is 0; it must be a whole number of at "
@@ -95,7 +99,8 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--rewards", "[{name: accuracy, weight: .nan}]"], "`rewards.0.weight` is nan; it must be a number"),
     (ALL, ["--temperature", ".nan"], "`temperature` is nan; it must be a (finite )?number"),
     (TRAINED, ["--training.max_steps", "few"], "`training.max_steps` is 'few'; it must be a whole number"),
-    (("train",), ["--save_steps", "0"], "`save_steps` is 0; it must be a finite number above 0, or `save_strategy: no`"),
+    (("train",), ["--save_steps", "0"],
+        "`save_steps` is 0; it must be a finite number above 0, or `save_strategy: no`"),
     (TRAINED, ["--training.save_strategy", "steps", "--training.save_steps", "0"], "`training.save_steps` is 0; it "
         "must be"),
     (("train",), ["--report_to", "wandbb"], r"`report_to` names 'wandbb'; did you mean 'wandb'\? Allowed: \["),

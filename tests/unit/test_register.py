@@ -276,7 +276,8 @@ def test_whose_default_is_in_force() -> None:
         ({"objective": {"surrogate": Clipped(0.1)}, "epsilon": 0.3}, "given as an object with epsilon=0.1; set it "
             "there"),
         ({"objective": {"name": "thing", "knobs": {"my_knob": 1}}}, "`objective` has no setting 'knobs'"),
-        ({"objective": {"name": "grpo", "aggregation": {"name": "token_mean", "scale": 2}}}, "`aggregation` has no setting 'scale'"),
+        ({"objective": {"name": "grpo", "aggregation": {"name": "token_mean", "scale": 2}}},
+            "`aggregation` has no setting 'scale'"),
         ({"objective": {"name": "grpo", "aggregation": {"scale": 2}}}, "as a mapping it needs a `name`"),
         ({"advantage": {"name": "group_mean", "std": "population"}}, "`advantage.std`=population has no effect on "
             "the advantage rule 'GroupMean'"),

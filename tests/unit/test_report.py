@@ -17,8 +17,8 @@ from grpo_lab.visible import visible
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "section", "h1", "h2", "h3", "h4", "p", "div",
-    "span", "b", "small", "ul", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption",
-    "svg", "path", "line", "text", "circle", "article", "pre", "details", "summary",
+    "span", "b", "small", "ul", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "figure",
+    "figcaption", "svg", "path", "line", "text", "circle", "article", "pre", "details", "summary",
 }  # fmt: skip
 
 
@@ -78,18 +78,19 @@ def whole_run(folder, steps=60):
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {
-            "step": step, "loss": 0.01 * math.sin(step), "grad_norm": 0.3, "reward": 0.3 + 0.005 * step, "kl": 0.001 * step,
-            "entropy": 1.0 - 0.01 * step, "clip_ratio/region_mean": 0.002, "completions/clipped_ratio": 0.1,
-            "groups/dead_share": 0.2 + 0.005 * step, "completions/mean_length_correct": 60.0,
-            "completions/mean_length_incorrect": 90.0 - 0.1 * step, "rewards/accuracy_reward/mean": 0.3,
-            "rewards/think_format_reward/mean": 0.9, "update/tokens_computed": 4000.0, "update/tokens_stock": 9000.0,
+            "step": step, "loss": 0.01 * math.sin(step), "grad_norm": 0.3, "reward": 0.3 + 0.005 * step,
+            "kl": 0.001 * step, "entropy": 1.0 - 0.01 * step, "clip_ratio/region_mean": 0.002,
+            "completions/clipped_ratio": 0.1, "groups/dead_share": 0.2 + 0.005 * step,
+            "completions/mean_length_correct": 60.0, "completions/mean_length_incorrect": 90.0 - 0.1 * step,
+            "rewards/accuracy_reward/mean": 0.3, "rewards/think_format_reward/mean": 0.9,
+            "update/tokens_computed": 4000.0, "update/tokens_stock": 9000.0,
         }
         for step in range(1, steps + 1)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {
-        "name": "a run", "model": "tiny-qwen2", "template": "r1", "objective": {"name": "dr_grpo", "clip": 0.2}, "seed": 3,
-        "seconds": 431.7, "settings": {"learning_rate": 1e-5, "beta": 0.0}, "versions": {"trl": "1.16.0"},
+        "name": "a run", "model": "tiny-qwen2", "template": "r1", "objective": {"name": "dr_grpo", "clip": 0.2},
+        "seed": 3, "seconds": 431.7, "settings": {"learning_rate": 1e-5, "beta": 0.0}, "versions": {"trl": "1.16.0"},
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     result([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, None]).write(folder / "evaluation/before")
@@ -120,10 +121,11 @@ def test_whole_run_shows_everything(tmp_path):
     assert_self_contained(page)
     assert "not recorded" not in page.text.lower().replace("– : not recorded", "")
     for said in [
-        "a run", "tiny-qwen2", "r1", "name dr_grpo clip 0.2", "7 min 12 s", "1e-05", "1.16.0",
-        "Held-out accuracy", "Reward", "Lengths of correct and incorrect answers", "Dead groups", "KL to the reference",
-        "Entropy", "Clip fraction", "Truncated completions", "Tokens of the update", "optimizer step", "nats per token",
-        "tokens per completion", "accuracy_reward", "think_format_reward", "✓ correct", "✗ wrong", "14 metrics over the run",
+        "a run", "tiny-qwen2", "r1", "name dr_grpo clip 0.2", "7 min 12 s", "1e-05", "1.16.0", "Held-out accuracy",
+        "Reward", "Lengths of correct and incorrect answers", "Dead groups", "KL to the reference", "Entropy",
+        "Clip fraction", "Truncated completions", "Tokens of the update", "optimizer step", "nats per token",
+        "tokens per completion", "accuracy_reward", "think_format_reward", "✓ correct", "✗ wrong",
+        "14 metrics over the run",
     ]:  # fmt: skip
         assert said in page.text, said
     assert page.tags.count("figure") == page.tags.count("figcaption") == 11

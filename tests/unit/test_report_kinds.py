@@ -91,7 +91,8 @@ KINDS: dict[str, tuple[Callable[..., None], str, list[str]]] = {
     "long2short": (shortened, "report.html", ["long2short report", "Length of right answers 12.0 "
         "tokens", "dpo · 12 rows"]),
     "evaluation": (evaluated, "report.html", ["evaluation report", "Held-out accuracy 50.0 %", "answer ✗ wrong"]),
-    "rounds": (by_rounds, "report.html", ["rounds report", "Gain, same problems", "round 1 50.0%", "Tokens generated 400"]),
+    "rounds": (by_rounds, "report.html", ["rounds report", "Gain, same problems", "round 1 50.0%",
+        "Tokens generated 400"]),
     "curation": (curated, "report.html", ["curation report", "Rows kept 2", "Pass rates", "Mean pass rate of the "
         "kept 50.0 %"]),
     "compare": (compared, "c.html", ["comparison", "Paired tests", "Set differently", "One line a run."]),
@@ -201,7 +202,8 @@ OUTCOME = (
         ("metrics.jsonl", '{"step": 1e300, "reward": 1}', "no usable `step`"),
         ("metrics.jsonl", '{"step": 1, "reward": -1e99}\n{"step": 2, "reward": 1e99}', ""),
         ("run.json", '{"seed": 1' + "0" * 400 + "}", ""),
-        ("run.json", '{"name": [1], "seconds": {"a": "x", "b": NaN}, "settings": 3, "finished": "no", "rewards": {}}', ""),
+        ("run.json",
+            '{"name": [1], "seconds": {"a": "x", "b": NaN}, "settings": 3, "finished": "no", "rewards": {}}', ""),
         ("run.json", '{"a": ' + '{"a": ' * 300 + "1" + "}" * 301, "run.json is nested more than 40 deep"),
         ("run.json", '{"pipeline": ["rounds"], "recipe": 5, "objective": [[]]}', ""),
         ("run.json", '{"pipeline": "rounds", "recipe": 5, "seconds": 3, "model": 1}', ""),

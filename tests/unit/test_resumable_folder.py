@@ -421,7 +421,10 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
 def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> None:
     """Its checkpoint says that it is due: the run was killed after it, whether made or not."""
     file, place = tmp_path / "metrics.jsonl", save(tmp_path, 2)
-    lines = [json.dumps(row) + "\n" for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})]  # fmt: skip
+    lines = [
+        json.dumps(row) + "\n"
+        for row in ({"step": 1, "eval_loss": 0.1}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 0.2})
+    ]
     for due, left in ((False, 3), (True, 2)):
         if due:
             write_state(place, {"evaluation_due": {"step": 2}})

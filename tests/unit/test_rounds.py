@@ -129,7 +129,8 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
 def test_a_method_is_its_settings() -> None:
     made = {method: rounds_recipe_from({**GOOD, "method": method}) for method in METHODS}
     assert {m: (r.rounds.count, r.rounds.train_from) for m, r in made.items()} == {
-        "rft": (1, "base"), "online_rft": (10, "last"), "expert_iteration": (3, "last"), "dpo": (2, "last"), "simpo": (2, "last")
+        "rft": (1, "base"), "online_rft": (10, "last"), "expert_iteration": (3, "last"), "dpo": (2, "last"),
+        "simpo": (2, "last")
     }  # fmt: skip
     assert made["rft"].keep is not None
     assert (made["rft"].keep.gold, made["rft"].keep.right_calculations) == (True, True)

@@ -1,10 +1,12 @@
-"""The sources' sorting run on one screen: a net of width 4, not autoregressive, GRPO with centred rewards. Seconds of CPU a seed.
+"""The sources' sorting run on one screen: a net of width 4, not autoregressive, GRPO with centred rewards. Seconds of
+CPU a seed.
 
-    python recipes/lab/sorting/sources.py                               # the code's reward, seeds 0 to 4
-    python recipes/lab/sorting/sources.py --kind exact                  # 0/1: stalls
-    python recipes/lab/sorting/sources.py --epsilon 0.2                 # the clip as the summary of the run has it: learns faster
+    python recipes/lab/sorting/sources.py                 # the code's reward, seeds 0 to 4
+    python recipes/lab/sorting/sources.py --kind exact    # 0/1: stalls
+    python recipes/lab/sorting/sources.py --epsilon 0.2   # the clip as the summary of the run has it: learns faster
 
-Formulas are the library's (advantage, clip, KL, reward); here stand the net and the loop. What the sources leave open, and what was tried: README.md.
+Formulas are the library's (advantage, clip, KL, reward); here stand the net and the loop. What the sources leave open,
+and what was tried: README.md.
 """
 
 import argparse
@@ -24,7 +26,8 @@ KINDS = ("inclusion_ordering", "inclusion_ordering_multiset", "distance", "exact
 
 
 class Net(nn.Module):
-    """Embed; a matrix for each place of the prompt, summed into one vector; a matrix for each place of the answer; the embedding again, to V logits."""
+    """Embed; a matrix for each place of the prompt, summed into one vector; a matrix for each place of the answer; the
+    embedding again, to V logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +43,8 @@ class Net(nn.Module):
 def train(
     seed: int, kind: str = "inclusion_ordering", epsilon: float = 0.01
 ) -> tuple[list[dict[str, float]], list[list[str]]]:
-    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and samples of the last to the eight prompts where code and
-    formula differ most."""
+    """Mean rewards of each iteration's samples, by every kind (``kind`` is the one that pays), and samples of the last
+    to the eight prompts where code and formula differ most."""
     torch.manual_seed(seed)
     objective = Objective("sorting", Clipped(epsilon), token_mean, kl=KLTerm(0.02, "k3"))
     net, rewards = Net(), {name: SortingReward(name) for name in KINDS}
@@ -91,7 +94,8 @@ def main() -> None:
     for at in (0, 40, 80, 120, 160, 199):
         print(f"{at:9d} " + " ".join(f"{fmean(curve[at][name] for curve in curves):28.3f}" for name in KINDS))
     print(
-        f"\neight answers of the last iteration on which the first two differ most, seed {args.seeds[0]}: prompt, answer, rewards in the same order"
+        f"\neight answers of the last iteration on which the first two differ most, seed {args.seeds[0]}: "
+        "prompt, answer, rewards in the same order"
     )
     for row in runs[0][1]:
         print("  ".join(row))
