@@ -36,7 +36,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """One problem with what the model wrote before and after; a side that was not evaluated is None."""
 
     kind: str
@@ -98,7 +98,7 @@ class Section:
     figures: Sequence[Figure] = ()
     legend: tuple[str, str] | None = None
     bars: Sequence[Bar] = ()
-    samples: Sequence[Sample] = ()
+    samples: Sequence[ShownSample] = ()
     table: Table | None = None
     groups: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     foot: str = ""
@@ -230,7 +230,7 @@ class SampleChoice:
     """The first problems of each kind, in the order of the rows: nothing is picked for looks. counts: over all
     problems."""
 
-    samples: list[Sample]
+    samples: list[ShownSample]
     counts: list[tuple[str, int]]
     comparable: bool = True
 
@@ -242,19 +242,19 @@ def choose_samples(before: EvaluationResult | None, after: EvaluationResult | No
     new = _by_problem(after)
     shared = sorted(old.keys() & new.keys())
     if not shared:
-        alone = [Sample("", old.get(i), new.get(i)) for i in sorted(old or new)]
+        alone = [ShownSample("", old.get(i), new.get(i)) for i in sorted(old or new)]
         return SampleChoice(_first_of_verdicts(alone), [])
     if any(old[i].question != new[i].question for i in shared):
-        alone = [Sample("", None, new[i]) for i in sorted(new)]
+        alone = [ShownSample("", None, new[i]) for i in sorted(new)]
         return SampleChoice(_first_of_verdicts(alone), [], comparable=False)
 
-    samples: list[Sample] = []
+    samples: list[ShownSample] = []
     counts: list[tuple[str, int]] = []
     for name, wanted in _KINDS_SHOWN.items():
         members = [i for i in shared if _TRANSITIONS.get((old[i].correct, new[i].correct), "unscorable") == name]
         if members or name != "unscorable":
             counts.append((name, len(members)))
-        samples += [Sample(name, old[i], new[i]) for i in members[:wanted]]
+        samples += [ShownSample(name, old[i], new[i]) for i in members[:wanted]]
     return SampleChoice(samples, counts)
 
 
@@ -262,8 +262,8 @@ def _by_problem(result: EvaluationResult | None) -> dict[int, Outcome]:
     return {} if result is None else {outcome.problem: outcome for outcome in result.greedy}
 
 
-def _first_of_verdicts(samples: Sequence[Sample]) -> list[Sample]:
-    seen: dict[bool | None, list[Sample]] = {}
+def _first_of_verdicts(samples: Sequence[ShownSample]) -> list[ShownSample]:
+    seen: dict[bool | None, list[ShownSample]] = {}
     for sample in samples:
         seen.setdefault(sample.asked.correct, []).append(sample)
     shown = [one for alike in seen.values() for one in alike[:SHOWN_OF_ONE_SIDE]]

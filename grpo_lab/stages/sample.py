@@ -20,7 +20,7 @@ SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
 """All samples; those made so far (gone when the former is there)."""
 
 
-class Sampler(Protocol):
+class CompletionWriter(Protocol):
     """A saved model that writes completions (`pipelines.sampler.ModelSampler`)."""
 
     settings: Any
@@ -36,7 +36,7 @@ class Sampler(Protocol):
 
 def judged_samples(
     problems: Sequence[Mapping[str, Any]],
-    sampler: Sampler,
+    sampler: CompletionWriter,
     reward: Any,
     file: Path,
     stop: StopRequests,
@@ -63,7 +63,7 @@ def judged_samples(
 
 def sample(
     rows: Sequence[Mapping[str, Any]],
-    start: Callable[[], tuple[Sampler, Sequence[int]]],
+    start: Callable[[], tuple[CompletionWriter, Sequence[int]]],
     reward: Any,
     folder: Path,
     stop: StopRequests,
@@ -88,7 +88,7 @@ def sample(
     return read_lines(file)
 
 
-def _line(row: int, rate: PassRate, sampler: Sampler) -> dict[str, Any]:
+def _line(row: int, rate: PassRate, sampler: CompletionWriter) -> dict[str, Any]:
     return {
         "row": row,
         "scores": list(rate.scores),

@@ -54,7 +54,7 @@ AROUND: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class UpdateVerdict:
     """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
 
     ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
@@ -68,8 +68,8 @@ class Verdict:
     draws: bool = False
 
     @staticmethod
-    def as_trl(reason: str, chosen: bool = False) -> Verdict:
-        return Verdict(reason, reason, chosen)
+    def as_trl(reason: str, chosen: bool = False) -> UpdateVerdict:
+        return UpdateVerdict(reason, reason, chosen)
 
 
 class StandingVerdict:
@@ -80,17 +80,17 @@ class StandingVerdict:
         self.probe, self.masks = BinProbe(trainer), MaskProbe(trainer)
         self.saw_randomness = False
         self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
-        self._found: Verdict | None = None
+        self._found: UpdateVerdict | None = None
         self._asked_at: tuple[int, int | None] | None = None
 
-    def now(self) -> Verdict:
+    def now(self) -> UpdateVerdict:
         """A collective where it has to be asked anew; called on every rank alike."""
         at = self._occasion()
         if self._found is None or at != self._asked_at:
             self._found, self._asked_at = self._asked(ask_model=True), at
         return self._found
 
-    def so_far(self) -> Verdict:
+    def so_far(self) -> UpdateVerdict:
         """The same for a reader: without a forward or a collective."""
         return self._found or self._asked(ask_model=False)
 
@@ -126,36 +126,38 @@ class StandingVerdict:
         trainer = self._trainer
         return trainer.phase.start, int(trainer.state.global_step) if has_team_parts(trainer) else None
 
-    def _asked(self, ask_model: bool) -> Verdict:
+    def _asked(self, ask_model: bool) -> UpdateVerdict:
         model, noise = self._model(), self._trainer.args.neftune_noise_alpha or 0.0
         rates = (dropout_rate(model), shared_dropout_rate(model), layer_drop_rate(model), router_noise(model), noise)
         return replace(self._judged(ask_model), draws=any(rates) or self.saw_randomness)
 
-    def _judged(self, ask_model: bool) -> Verdict:
+    def _judged(self, ask_model: bool) -> UpdateVerdict:
         trainer = self._trainer
         if trainer.lab_settings.update.is_off:
-            return Verdict.as_trl("update is 'off'", chosen=True)
+            return UpdateVerdict.as_trl("update is 'off'", chosen=True)
         for method, does in AROUND.items():
             home = teams(trainer, method)
             if home is not None and not (method == "training_step" and (hf_runs_the_step() or not ask_model)):
-                return Verdict.as_trl(f"`{home}` {does}")
+                return UpdateVerdict.as_trl(f"`{home}` {does}")
         objective = trainer.algorithm.objective
         if objective is None:
-            return Verdict.as_trl(f"the loss is left to TRL ({trainer.algorithm.left_to_trl})")
+            return UpdateVerdict.as_trl(f"the loss is left to TRL ({trainer.algorithm.left_to_trl})")
         parts = answers(trainer, objective)
         if parts.stock is not None:
-            return Verdict.as_trl(parts.stock)
+            return UpdateVerdict.as_trl(parts.stock)
         conditions = self._conditions(parts.pull)
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
-            return Verdict(stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None)
+            return UpdateVerdict(
+                stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None
+            )
         if stock is None and ask_model:
             differs = self.probe.why_stock() or (self.masks.why_stock() if conditions.dropout > 0 else None)
             if differs is not None:
-                return Verdict.as_trl(differs)
+                return UpdateVerdict.as_trl(differs)
         if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
-            return Verdict(stock, "update.dead_groups is 'keep'", chosen=True)
-        return Verdict(stock, all_rows)
+            return UpdateVerdict(stock, "update.dead_groups is 'keep'", chosen=True)
+        return UpdateVerdict(stock, all_rows)
 
     def _conditions(self, pull: str) -> LiveConditions:
         trainer = self._trainer

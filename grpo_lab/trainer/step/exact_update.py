@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit
-from grpo_lab.trainer.exactness.verdict import StandingVerdict, Verdict
+from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
@@ -40,7 +40,7 @@ class ExactUpdate:
         self.verdict = StandingVerdict(trainer)
         self.record = UpdateRecord(trainer)
         self._window: list[dict[str, Any]] = []
-        self._step: Verdict | None = None  # what holds for the optimizer step that is being collected
+        self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
         self._old = OldPolicy(trainer, self.log_probs_of)
 
     def described(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ExactUpdate:
         window, self._window = self._window, []
         return self._run(model, window, found)
 
-    def _run(self, model: nn.Module, window: list[dict[str, Any]], found: Verdict) -> Tensor:
+    def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
         received = self._old.before_update(len(window), found)
         kept = CollectedLogProbs() if self._old.comes_again(len(window)) else None
         budget, plan, rows = self._exchanged(with_same_fields(window), found)
@@ -101,7 +101,7 @@ class ExactUpdate:
         self.verdict.after_first_step()
         return last + done
 
-    def _exchanged(self, window: list[dict[str, Any]], found: Verdict) -> tuple[int, Plan, Exchange]:
+    def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
         """Token budget, plan and this rank's rows of the optimizer step of these micro-batches. Collectives."""
         accelerator = self.trainer.accelerator
         local = RowTable.of(window)
@@ -110,7 +110,7 @@ class ExactUpdate:
         plan = self._plan(numbers, budget, found)
         return budget, plan, Exchange(local, numbers, plan, accelerator)
 
-    def _plan(self, numbers: RowNumbers, budget: int, found: Verdict) -> Plan:
+    def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
         rows = numbers.rows(all_rows=found.all_rows is not None)
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
 
@@ -127,7 +127,7 @@ class ExactUpdate:
         )
 
     @torch.no_grad()
-    def log_probs_of(self, window: list[dict[str, Any]], found: Verdict) -> tuple[CollectedLogProbs, Exchange]:
+    def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[CollectedLogProbs, Exchange]:
         """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
         kept = CollectedLogProbs()
         _, _, rows = self._exchanged(window, found)
@@ -137,7 +137,7 @@ class ExactUpdate:
         return kept, rows
 
     @torch.no_grad()
-    def _record_entropy(self, window: list[dict[str, Any]], found: Verdict, denominators: Denominators) -> None:
+    def _record_entropy(self, window: list[dict[str, Any]], found: UpdateVerdict, denominators: Denominators) -> None:
         """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all
         rows."""
         _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))

@@ -39,7 +39,7 @@ from grpo_lab.trainer.exactness.model_conditions import takes_positions
 from grpo_lab.trainer.rows import positions_at_generation
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.exactness.verdict import Verdict
+    from grpo_lab.trainer.exactness.verdict import UpdateVerdict
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.step.exchange import Exchange
 
@@ -103,7 +103,7 @@ class OldPolicy:
     def __init__(
         self,
         trainer: StepPort,
-        log_probs_of: Callable[[list[dict[str, Any]], Verdict], tuple[CollectedLogProbs, Exchange]],
+        log_probs_of: Callable[[list[dict[str, Any]], UpdateVerdict], tuple[CollectedLogProbs, Exchange]],
     ) -> None:
         self._trainer = trainer
         self._log_probs_of = log_probs_of
@@ -130,7 +130,7 @@ class OldPolicy:
         ahead, buffer = set(self._ahead()), self._buffer
         return [p if p in ahead and needs_old_logprobs(buffer[p]) else None for p in self._trainer.phase.here(window)]
 
-    def before_update(self, window: int, verdict: Verdict) -> int:
+    def before_update(self, window: int, verdict: UpdateVerdict) -> int:
         """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes
         that this rank received."""
         ahead, buffer = self._ahead(), self._buffer

@@ -19,7 +19,7 @@ from grpo_lab.trainer.step.values import value_metrics
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 if TYPE_CHECKING:
-    from grpo_lab.trainer.exactness.verdict import Verdict
+    from grpo_lab.trainer.exactness.verdict import UpdateVerdict
     from grpo_lab.trainer.ports import StepPort
     from grpo_lab.trainer.rows import RowNumbers
 
@@ -59,7 +59,7 @@ class UpdateRecord:
         self._parts: list[_Lengths] = []
         self._described: dict[str, Any] = {}
 
-    def described(self, found: Verdict) -> dict[str, Any]:
+    def described(self, found: UpdateVerdict) -> dict[str, Any]:
         """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason,
         ``randomness`` where the update is exact in distribution only, and the price in the first step."""
         return self._described or _described(found)
@@ -69,7 +69,7 @@ class UpdateRecord:
         plan: Plan,
         numbers: RowNumbers,
         window: list[dict[str, Any]],
-        found: Verdict,
+        found: UpdateVerdict,
         budget: int,
         received: int,
     ) -> None:
@@ -98,7 +98,7 @@ class UpdateRecord:
             lengths = torch.stack([numbers.prompt_lengths, numbers.completion_lengths, live], dim=1)
             self._say(found, found.all_rows, plan.tokens_computed, self._needed(lengths, budget), stock)
 
-    def as_trl(self, inputs: dict[str, Any], found: Verdict, budget: int | None) -> None:
+    def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """A micro-batch that stays as TRL cut it; recorded with the last one of an optimizer step. A collective
         then."""
         self._parts.append(_Lengths.of(inputs))
@@ -117,7 +117,7 @@ class UpdateRecord:
         rows = Rows(prompts, completions, [bool(flag) for flag in live])
         return plan_update(rows, self.trainer.accelerator.num_processes, budget).tokens_computed
 
-    def _say(self, found: Verdict, reason: str, computed: int, needed: int, stock: int) -> None:
+    def _say(self, found: UpdateVerdict, reason: str, computed: int, needed: int, stock: int) -> None:
         """Once a reason: what is not skipped, why, and what it costs."""
         self._described = {**_described(found), **_price(computed, needed, stock)}
         what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
@@ -149,7 +149,7 @@ def _key(reason: str) -> str:
     return f"exact update: {reason}"
 
 
-def _described(found: Verdict) -> dict[str, Any]:
+def _described(found: UpdateVerdict) -> dict[str, Any]:
     told = {
         "batches": "bins" if found.stock is None else "as TRL",
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
