@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: recipes/ lies at the top of the checkout and travels as grpo_lab/recipes in a wheel."""
+"""What pyproject.toml cannot say: recipes/ stands at the top and travels as grpo_lab/recipes in a wheel."""
 
 import shutil
 from pathlib import Path
