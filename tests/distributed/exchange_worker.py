@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_lab.trainer.carried import POSITION_OFFSET
-from grpo_lab.trainer.rows import COLUMNS, RowNumbers, RowTable
+from grpo_lab.trainer.carried import POLICY_VERSION, POSITION_OFFSET
+from grpo_lab.trainer.rows import RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.update import Plan, plan_update
 
@@ -129,7 +129,7 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
     of the widths of their fields, and the rows that they hold and this rank computes."""
     count = window[0]["prompt_ids"].size(0)
     per_row = {name for name, value in window[0].items() if isinstance(value, Tensor) and value.shape[:1] == (count,)}
-    names = per_row - {"num_items_in_batch", "prompt_mask", POSITION_OFFSET}
+    names = per_row - {"num_items_in_batch", "prompt_mask", POSITION_OFFSET, POLICY_VERSION}
     table = {
         "prompts": [len(row) - row.index(1) for batch in window for row in batch["prompt_mask"].tolist()],
         "completions": [
@@ -141,9 +141,9 @@ def expected_bytes(window: list[dict[str, Any]], plan: Plan, accelerator: Any) -
     }
     ranks = gather_object([table])
     mine, rows = accelerator.process_index, len(table["prompts"])
-    total = (
-        8 * (len(ranks) - 1) * (rows * COLUMNS + len(table["widths"]) + 1)
-    )  # + 1: the prompt's mask has a width, too
+    # of a row: two lengths, loss tokens, whether it contributes, its micro-batch and count, footprint, fields; and the
+    # prompt's mask has a width, too
+    total = 8 * (len(ranks) - 1) * (rows * 8 + len(table["widths"]) + 1)
     lengths = [n for rank in ranks for n in rank["completions"]]
     for places in plan.bins[mine]:
         for row in places:
