@@ -211,8 +211,6 @@ def test_a_planted_long_one_is_seen() -> None:
 
 
 MOST_FILES_OF_A_FOLDER = 24
-SIGNALS = {"sandbox/fork_server.py", "sandbox/jail.py", "sandbox/walls.py", "signals.py"}
-"""Files that install signal handlers; none is added."""
 
 
 def class_names(sources: dict[str, str]) -> set[str]:
@@ -230,11 +228,6 @@ def test_no_class_name_twice() -> None:
 def test_no_folder_has_more_files_than_a_reader_holds() -> None:
     counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in package_files())
     assert [folder for folder, files in counts.items() if files > MOST_FILES_OF_A_FOLDER] == []
-
-
-def test_few_files_install_signal_handlers() -> None:
-    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if "signal.signal(" in path.read_text()}
-    assert found <= SIGNALS
 
 
 def test_every_arrow_points_down() -> None:
