@@ -311,8 +311,7 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(known: argparse.Namespace) -> None:
-    from grpo_lab.evaluation.comparison import compare
-    from grpo_lab.evaluation.comparison_page import print_comparison, write_comparison
+    from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
 
     found = compare(known.runs)
     page = write_comparison(found, known.output)

@@ -25,6 +25,7 @@ from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 
+EXPERIMENT = ROOT / "grpo_lab" / "labs" / "experiment.py"
 SHELL = ("source", "cd", "export", "git", "mkdir", "echo")
 _PLACEHOLDER = re.compile(r"[A-Z]|[A-Z][A-Z_]+|.*[…$].*")
 #: so that a recipe for GPUs can be read on any machine
@@ -114,11 +115,14 @@ def _leading_options(words: list[str]) -> int:
 
 
 def options_of(script: Path) -> set[str]:
-    """The ``--option`` words that a script gives to ``add_argument`` (without importing what it imports)."""
-    calls = [node for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    """The ``--option`` words that a script gives to ``add_argument`` (without importing what it imports), and those of
+    every experiment where it is one."""
+    text = script.read_text(encoding="utf-8")
+    shared = options_of(EXPERIMENT) if "labs.experiment import" in text else set()
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     said = [arg.value for call in adding for arg in call.args if isinstance(arg, ast.Constant)]
-    return {"--help", *(word for word in said if isinstance(word, str) and word.startswith("--"))}
+    return {"--help", *shared, *(word for word in said if isinstance(word, str) and word.startswith("--"))}
 
 
 def _launch(name: str, words: list[str]) -> None:

@@ -124,7 +124,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
 
     made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
-    _, added = rewards_in_force(recipe_from(written), made)
+    _, added = rewards_in_force(recipe_from(written).rewards, made)
     assert (added.name, added.weight) == ("kimi_length_reward", 0.5)  # it said 1, TRL's outer factor
     assert added.arguments == {"schedule": {"kind": "warmup", "start": 100, "value": 0.5}}
     assert "kimi_length_reward × 0.5 from step 100 on, 0 before" in card_of(made)
@@ -136,5 +136,5 @@ def test_the_runs_record_has_the_weights_that_reward_weights_set(tiny_folder: Pa
 
     made = trainer(LabTrainer, tmp_path, tiny_folder, reward_weights=[0.25])
     written = {"model": {"tiny": {}}, "data": {"loader": "word_problems", "n": 8}, "rewards": ["tests:mixed"]}
-    (found,) = rewards_in_force(recipe_from(written), made)
+    (found,) = rewards_in_force(recipe_from(written).rewards, made)
     assert found.weight == 0.25  # it said 1.0, the recipe's

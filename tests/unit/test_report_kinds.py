@@ -260,7 +260,10 @@ def test_a_damaged_piece_is_one_line_and_the_rest_is_shown(
         (["compare", "{}/run", "{}/damaged"], "holds an evaluation that cannot be read"),
         (["compare", "{}/run", "{}/half", "--output", "{}/notes.txt"], "exists and is no comparison"),
         (["compare", "{}/run", "{}/half", "--output", "{}/notes.txt/c.html"], "cannot be written"),
-        (["evaluate", "{}/empty", "--data", "word_problems"], "holds no config.json or adapter_config.json"),
+        (
+            ["evaluate", "{}/empty", "--data", "word_problems"],
+            "the folder holds no model (neither config.json nor adapter_config.json)",
+        ),
         (["evaluate", "{}/notes.txt", "--data", "word_problems"], "notes.txt"),
         (["evaluate", "{}/empty", "--like", "{}/set"], "it has no recipe.yaml"),
         (["evaluate", "{}/empty", "--data", "word_problems", "--output", "{}/run"], "holds something else"),
