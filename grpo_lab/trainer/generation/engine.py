@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
+#: steps without a proof from which on a run says so
+MANY_STEPS = 100
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 #: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
 GAP_FACTOR = 3.0
@@ -186,11 +188,23 @@ def anywhere(accelerator: Any, here: bool) -> bool:
 
 
 class ProofWatch(TrainerCallback):  # type: ignore[misc]
-    """Doubts the sync between two proofs, where the batches themselves show a gap."""
+    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
 
     def __init__(self, proof: SyncProof) -> None:
         self.proof = proof
         self._doubts = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        every = self.proof.settings.verify_every
+        if every == 0 or every > MANY_STEPS:
+            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
+            self.proof.trainer.recorder.say(
+                f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): "
+                "in between, completions of stale weights would be trained on; up to "
+                f"{MANY_STEPS} is usual, 50 the default",
+                key="proof off",
+                level=logging.WARNING,
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         trainer = self.proof.trainer
