@@ -127,8 +127,8 @@ def load_named(reference: str, where: str) -> Any:
         loaded = import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder "
-            f"{here} and among the installed packages; PYTHONPATH adds further folders)"
+            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder {here} and "
+            "among the installed packages; PYTHONPATH adds further folders)"
         ) from error
     try:
         return getattr(loaded, attribute)

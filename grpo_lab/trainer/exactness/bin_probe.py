@@ -55,8 +55,8 @@ _REASONS = (
     "",
     "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the "
     "micro-batches",
-    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random "
-    "together in another way",
+    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together "
+    "in another way",
 )
 
 
@@ -117,8 +117,8 @@ class BinProbe(_Question):
             return None
         return (
             "the model's log-probs of a row depend on how it is padded or on the attention mask (two toy rows: "
-            f"{apart:.2g} nats per "
-            f"token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting changes that)"
+            f"{apart:.2g} nats per token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting "
+            "changes that)"
         )
 
     @torch.no_grad()
@@ -215,14 +215,12 @@ class MaskProbe(_Question):
         if trl_bridge.is_compiled(trainer, trainer.model):
             return (
                 "dropout is active and the model is compiled, where it cannot be seen whether anything else draws "
-                "random "
-                "numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
+                "random numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
             )
         if kind is not None:
             trainer.recorder.say(
                 f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); "
-                "known "
-                "kinds of shared masks are looked at by structure, and other random numbers in the first step"
+                "known kinds of shared masks are looked at by structure, and other random numbers in the first step"
             )
             return None
         few, many = self._sizes(FEW), self._sizes(MANY)

@@ -65,8 +65,8 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
     """What makes a row's output depend on the other rows of its batch, "" where nothing does."""
     if mixed_precision == "fp8":
         return (
-            "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; "
-            "bf16 does not)"
+            "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; bf16 "
+            "does not)"
         )
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -83,8 +83,8 @@ def moves_positions(model: nn.Module) -> str:
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
             return (
-                f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA "
-                "keeps them)"
+                f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA keeps "
+                "them)"
             )
     for module in model.modules():
         if isinstance(module, nn.Embedding) and "attention_mask" in signature(module.forward).parameters:

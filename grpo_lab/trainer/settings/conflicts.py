@@ -152,17 +152,15 @@ BEFORE = (
     Conflict(
         "rollout.thinking_budget",
         lambda c: c.thinks and c.args.max_completion_length is None,
-        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is "
-        "left for "
-        "the answer is the difference; set it",
+        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left "
+        "for the answer is the difference; set it",
     ),
     Conflict(
         "rollout.thinking_budget",
         lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
         "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is "
         "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise "
-        "the "
-        "other",
+        "the other",
     ),
     Conflict(
         "rollout.thinking_budget",
@@ -174,22 +172,19 @@ BEFORE = (
         "rollout.thinking_budget",
         lambda c: c.thinks and _first(_PHASE, c.args.generation_kwargs),
         "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see "
-        "it; "
-        "leave one of them out (`max_completion_length` is the limit of a whole completion)",
+        "it; leave one of them out (`max_completion_length` is the limit of a whole completion)",
     ),
     Conflict(
         "sampler",
         lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
         "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: "
-        "leave "
-        "one out",
+        "leave one out",
     ),
     Conflict(
         "sampler",
         lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
         "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
-        "its "
-        "start; leave one out",
+        "its start; leave one out",
     ),
     Conflict(
         "objective",
@@ -206,24 +201,21 @@ BEFORE = (
         "use_transformers_continuous_batching",
         _half,
         "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
-        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from "
-        "then on. "
-        "Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
+        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then "
+        "on. Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
     ),
     Conflict(
         "temperature",
         lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
         f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} "
-        "instead, "
-        "while the trainer computes its log-probs at the value written; above it refuses",
+        "instead, while the trainer computes its log-probs at the value written; above it refuses",
     ),
     Conflict(
         "vllm_importance_sampling_correction",
         _cut,
         "`{found.setting}`={found.value!r} does not combine with `vllm_importance_sampling_correction`: the engine's "
-        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be "
-        "below 1 "
-        "even where both agree. Leave `{found.setting}` at {found.neutral!r}, or set "
+        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below "
+        "1 even where both agree. Leave `{found.setting}` at {found.neutral!r}, or set "
         "`vllm_importance_sampling_correction: false`",
     ),
 )
@@ -238,8 +230,7 @@ AFTER = (
         ),
         "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
         "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or "
-        "'sequence_truncate', "
-        "or switch `vllm_importance_sampling_correction` off",
+        "'sequence_truncate', or switch `vllm_importance_sampling_correction` off",
     ),
     Conflict(
         "value",
@@ -255,9 +246,8 @@ AFTER = (
     Conflict(
         "update.dead_groups",
         lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
-        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to "
-        "learn from; "
-        "leave it out",
+        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to learn "
+        "from; leave it out",
     ),
     Conflict(
         "value.missing_eos_penalty",
@@ -265,9 +255,8 @@ AFTER = (
             (c.algorithm.value is not None and c.algorithm.value.missing_eos_penalty is not None)
             and c.args.mask_truncated_completions
         ),
-        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same "
-        "completions out "
-        "of the loss; leave one out",
+        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions "
+        "out of the loss; leave one out",
     ),
     Conflict(
         "kl.gamma",
@@ -284,8 +273,7 @@ AFTER = (
         "reference_every",
         lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
         "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not "
-        "set): set "
-        "one of them, or leave it out",
+        "set): set one of them, or leave it out",
     ),
     Conflict(
         "reference_every",
@@ -297,17 +285,15 @@ AFTER = (
         "reference_every",
         lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
         "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} "
-        "updates a "
-        "generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the loss "
-        "(`kl.placement: loss`)",
+        "updates a generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the "
+        "loss (`kl.placement: loss`)",
     ),
     Conflict(
         "reference_every",
         lambda c: c.fresh_reference and c.updates <= 1,
         "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets "
-        "{case.updates:g} "
-        "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or "
-        "`num_iterations`",
+        "{case.updates:g} updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` "
+        "or `num_iterations`",
     ),
 )
 

@@ -93,8 +93,7 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
     if algorithm.objective is None and hook is not None:
         raise ValueError(
             f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or "
-            "override "
-            "`_compute_loss`"
+            "override `_compute_loss`"
         )
     behind = cls.__mro__[cls.__mro__.index(base) + 1 : cls.__mro__.index(GRPOTrainer)]
     home = next((kind for kind in behind if "_compute_loss" in vars(kind)), None)
@@ -124,8 +123,7 @@ def check_requires(trainer: Any) -> None:
             if needed not in known and needed not in getattr(reward, "sources", ()):
                 raise ValueError(
                     f"group reward {name!r} requires the values of {needed!r}, and this run's completion rewards are "
-                    f"{known}: "
-                    "add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
+                    f"{known}: add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
                 )
 
 
@@ -136,8 +134,8 @@ def shared_names(names: list[str]) -> str | None:
         return None
     return (
         f"{names.count(twice[0])} rewards are called {twice[0]!r}: `rewards/{twice[0]}/mean` is the mean of all of "
-        "them, as in TRL, and a "
-        "group reward that requires this name sees the last; give them `__name__`s of their own (`reward_funcs`)"
+        "them, as in TRL, and a group reward that requires this name sees the last; give them `__name__`s of their own "
+        "(`reward_funcs`)"
     )
 
 
@@ -153,8 +151,7 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
     return (
         f"`eval_dataset`: {uneven[0]} rows × {group_size} completions do not fill the last batch of {full} "
         f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and "
-        "other means over batches are "
-        f"stock TRL's, so {how}: take a number of rows that fills it"
+        f"other means over batches are stock TRL's, so {how}: take a number of rows that fills it"
     )
 
 
@@ -175,8 +172,7 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
     if torch.as_tensor(objective.aggregate(one, one.bool(), without)).isnan().any():
         raise ValueError(
             f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it "
-            "(a limit "
-            "in `generation_kwargs` is only the engine's)"
+            "(a limit in `generation_kwargs` is only the engine's)"
         )
 
 
@@ -213,11 +209,9 @@ def check_prompt_lengths(
         better += "" if max_completion_length is None else f"at most {max(context - max_completion_length, 1)}"
         raise ValueError(
             f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "
-            "prompts "
-            f"of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
+            f"prompts of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
         )
     return (
         f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion "
-        "may run "
-        f"beyond the context of {context} tokens ({setting})"
+        f"may run beyond the context of {context} tokens ({setting})"
     )

@@ -73,9 +73,8 @@ def registered_name(reference: str) -> str:
         if name == own or (part is not None and SURROGATES.get(name) is part):
             return name
     raise ValueError(
-        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} "
-        "(`grpo_lab.register_objective`); registered "
-        f"are {sorted(theirs)}. A surrogate that is not registered is given as `surrogate`"
+        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} (`grpo_lab.register_objective`); "
+        f"registered are {sorted(theirs)}. A surrogate that is not registered is given as `surrogate`"
     )
 
 
@@ -113,8 +112,8 @@ def _refuse_clip(args: Any, part: Any) -> None:
             raise ValueError(f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}, {reads}")
         if not isinstance(part, type) and value != getattr(part, name):
             raise ValueError(
-                f"`{name}`={value} has no effect on the surrogate {name_of(part)!r} given as an object with {name}="
-                f"{getattr(part, name)}; set it there, or leave it out"
+                f"`{name}`={value} has no effect on the surrogate {name_of(part)!r} given as an object with "
+                f"{name}={getattr(part, name)}; set it there, or leave it out"
             )
 
 
@@ -139,8 +138,7 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
         if knobs:
             raise ValueError(
                 f"`advantage.{next(iter(knobs))}` has no effect: advantages are TRL's (`scale_rewards`), whose ε is "
-                "fixed; name a rule, "
-                "such as `advantage: {name: group_zscore, epsilon: …}`"
+                "fixed; name a rule, such as `advantage: {name: group_zscore, epsilon: …}`"
             )
         return None
     rules = {**RULES, **TOKEN_RULES}
@@ -243,8 +241,8 @@ def _refuse(
             continue
         reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
         raise ValueError(
-            f"`{where}.{name}`={value} has no effect on the {what} {name_of(part)!r}"
-            f"{reads if isinstance(part, type) else ' given as an object; set it there'}"
+            f"`{where}.{name}`={value} has no effect on the {what} "
+            f"{name_of(part)!r}{reads if isinstance(part, type) else ' given as an object; set it there'}"
         )
 
 

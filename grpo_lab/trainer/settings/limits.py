@@ -182,10 +182,9 @@ def _check_derived(args: Any, world: int, group: int) -> None:
     groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
     raise ValueError(
         f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
-        "completions per "
-        f"generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
-        f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+        f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
+        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or `per_device_train_batch_size` "
+        f"{_nearest(size, group // math.gcd(group, steps * world))}"
         + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
     )
 
@@ -201,10 +200,9 @@ def _check_eval(args: Any, world: int) -> None:
     if size * world % group:
         raise ValueError(
             f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
-            f"`{setting}` = "
-            f"{group}. What would do: `per_device_eval_batch_size` "
-            f"{_nearest(size, group // math.gcd(group, world))}, or "
-            f"`num_generations_eval` {', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+            f"`{setting}` = {group}. What would do: `per_device_eval_batch_size` "
+            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` "
+            f"{', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
         )
 
 

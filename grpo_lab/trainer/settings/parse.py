@@ -184,8 +184,8 @@ class UpdateSettings:
         if self.is_off and (self.max_tokens is not None or self.dead_groups == "keep"):
             idle = "max_tokens" if self.max_tokens is not None else "dead_groups: keep"
             raise ValueError(
-                f"`update.{idle}` has no effect with `update: off`, which computes all rows in stock's batches; "
-                "leave it out"
+                f"`update.{idle}` has no effect with `update: off`, which computes all rows in stock's batches; leave "
+                "it out"
             )
         if self.max_rounds is not None and self.dead_groups != "resample":
             raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")

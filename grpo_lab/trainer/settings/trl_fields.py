@@ -56,9 +56,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
         default = next(f.default for f in dataclasses.fields(args) if f.name == name)
         if getattr(args, name) != default:
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
-                f"`{place[0]}`={place[1]!r} does "
-                f"not honour it: leave one out"
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
+                "does not honour it: leave one out"
             )
     for name, (expected, setting, value) in said.items():
         if name == "loss_type" and chosen is not None and _is_derived(args, chosen):

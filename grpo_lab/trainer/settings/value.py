@@ -97,12 +97,11 @@ def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: 
         return
     if own_loss is not None:
         raise ValueError(
-            "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, "
-            "the policy's loss"
+            "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, the "
+            "policy's loss"
         )
     if optimizers is not None and optimizers[0] is not None:
         raise ValueError(
-            "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, "
-            "and set `optim`, "
-            "`learning_rate` and `value.learning_rate`"
+            "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, and "
+            "set `optim`, `learning_rate` and `value.learning_rate`"
         )
