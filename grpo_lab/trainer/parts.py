@@ -30,8 +30,7 @@ from grpo_lab.trainer.scoring.kl_penalty import KLController, check_kl_in_reward
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules
 from grpo_lab.trainer.scoring.steps import check_steps
-from grpo_lab.trainer.settings.inputs import check_requires, shared_names, uneven_evaluation
-from grpo_lab.trainer.settings.value import check_critic
+from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.moving_reference import MovingReference

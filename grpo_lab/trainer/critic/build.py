@@ -14,7 +14,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic.files import Critic, is_critic_folder, load_critic
 from grpo_lab.trainer.settings.inputs import check_model
-from grpo_lab.trainer.settings.value import KINDS, ValueSettings
+from grpo_lab.trainer.settings.parse import ValueSettings
 
 
 def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
@@ -90,8 +90,7 @@ def _check_named(name: str) -> None:
     try:
         check_model(name)
     except ValueError as error:
-        kinds = " or ".join(repr(kind) for kind in KINDS)
-        raise ValueError(f"{str(error).replace('`model`', '`value.model`')} (or {kinds})") from error
+        raise ValueError(f"{str(error).replace('`model`', '`value.model`')} (or 'head' or 'copy')") from error
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"`value.model` is the folder {name!r}, an adapter; merge it into its base model first")
     AutoConfig.from_pretrained(name)

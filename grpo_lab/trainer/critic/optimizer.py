@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from grpo_lab.trainer.settings.value import ValueSettings
+from grpo_lab.trainer.settings.parse import ValueSettings
 from grpo_lab.trainer.trl_bridge import policy_parameters
 
 

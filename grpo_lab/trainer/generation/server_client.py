@@ -38,7 +38,7 @@ from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.engines.weights.weight_files import WeightCourier
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
