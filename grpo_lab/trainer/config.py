@@ -10,7 +10,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_lab.settings import refuse_unknown
-from grpo_lab.trainer.ranks.watch import hold_time_limit
+from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
 from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.gone import GONE
