@@ -16,7 +16,6 @@ import torch
 
 from grpo_lab.engines.sampler import Completion
 from grpo_lab.engines.thinking_budget import Continue, ThinkingBudget, budgeted_generate
-from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
