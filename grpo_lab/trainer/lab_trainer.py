@@ -28,6 +28,7 @@ from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
+from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
@@ -48,11 +49,11 @@ from grpo_lab.trainer.scoring.advantages import (
 )
 from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
-from grpo_lab.trainer.scoring.reward_table import correctness
-from grpo_lab.trainer.scoring.scored import record, rewards_of_all, score
+from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
+from grpo_lab.trainer.scoring.scored import record, score
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import rows_in_place
-from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
+from grpo_lab.trainer.step.micro_batch import micro_batch_loss
 
 
 class LabTrainer(ResumableTrainer):
@@ -181,7 +182,7 @@ class LabTrainer(ResumableTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         trls = super()._calculate_rewards
-        return rewards_of_all(self, trls, self._group_size(), inputs, prompts, completions, completion_ids_list)
+        return rewards_of_all(self, trls, inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
@@ -193,8 +194,8 @@ class LabTrainer(ResumableTrainer):
             penalised = penalise(self, scored, self.parts.kl)
             estimated = add_value_estimates(self, penalised)
             of_rows = row_advantages(self, estimated)
-            advantages = to_advantages_and_returns(self, estimated, of_rows)
-            batch = write_advantages(self, estimated, advantages)
+            advantages, returns = to_advantages_and_returns(self, estimated, of_rows)
+            batch = write_advantages(self, estimated, advantages, returns)
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
@@ -220,10 +221,12 @@ class LabTrainer(ResumableTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
+        objective = self.algorithm.objective
         with rows_in_place(self, model, inputs):
-            if has_our_inputs(self, inputs):
-                return micro_batch_loss(self, model, inputs)
-            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+            # an evaluation without the reference's pass that our KL reads is TRL's business
+            if objective is None or (objective.kl_in_loss is not None and Carried(inputs).ref_logps is None):
+                return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+            return micro_batch_loss(self, model, inputs, objective)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.parts.guard.judged(super()._get_grad_norm(model, grad_norm))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -69,13 +69,6 @@ class Phase:
 
 #: what may not be finite in a generation batch, as long as it is trained on; loss and gradient are a step's own
 OF_BATCH = ("reward", "log_prob", "advantage")
-
-
-class Fault(NamedTuple):
-    """Something in a generation batch that is not finite: its kind (``OF_BATCH``), and what it was in a sentence."""
-
-    kind: str
-    sentence: str
 
 
 class Faults:

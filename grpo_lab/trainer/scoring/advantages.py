@@ -38,9 +38,9 @@ from grpo_lab.batch import LocalRows, RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
-from grpo_lab.trainer.ports import Fault, StepPort
+from grpo_lab.trainer.ports import Faults, StepPort
 from grpo_lab.trainer.rows import Bin
-from grpo_lab.trainer.scoring.carriers import Advantages, Penalised, Scored, local_rows, loss_tokens
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
@@ -54,10 +54,10 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
     return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), scored.rewarded.tokens[mine]))
 
 
-def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = False) -> Advantages:
+def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
 
-    With a guard others than finite ones become 0, and a fault.
+    With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad.
 
     Raises:
         ValueError: anything else.
@@ -75,10 +75,11 @@ def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = F
         finite = advantages.isfinite()
         if advantages.shape in ((rows,), mask.shape):
             if bool(finite.all()):
-                return Advantages(advantages)
-            if guarded:
-                said = f"{int((~finite).sum())} of {finite.numel()} advantages of finite rewards are not finite"
-                return Advantages(advantages.where(finite, 0), faults=(Fault("advantage", said),))
+                return advantages
+            if faults is not None:
+                bad = f"{int((~finite).sum())} of {finite.numel()} advantages of finite rewards are not finite"
+                faults.found("advantage", bad)
+                return advantages.where(finite, 0)
         seen = f"shape {tuple(advantages.shape)} (finite: {bool(finite.all())})"
     raise ValueError(
         f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], "
@@ -143,24 +144,23 @@ def last_own(mask: Tensor) -> Tensor:
     return mask & (ordinal == ordinal[:, -1:])
 
 
-def row_advantages(trainer: StepPort, made: Penalised) -> Advantages:
+def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
     """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
 
     TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch
     together anew: then ``[B]``.
     """
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
-        return Advantages(made.scored.batch["advantages"])
-    guarded = trainer.recorder.faults_in_training is not None
-    return checked_advantages(trainer.compute_advantages(made.table), made.table, guarded)
+        return made.scored.batch["advantages"]  # type: ignore[no-any-return]
+    return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
-def to_advantages_and_returns(trainer: StepPort, made: Penalised, of_rows: Advantages) -> Advantages:
-    """Advantages ``[B, T]`` as they push the policy, with the returns that the critic learns. Unchanged without a
-    critic."""
-    value, local, advantages = trainer.algorithm.value, made.local, of_rows.values
+def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Advantages ``[B, T]`` as they push the policy, and float32 ``[B, T]`` returns for the critic (NaN: where there is
+    nothing to learn). Without a critic the former as they are, and None."""
+    value, local = trainer.algorithm.value, made.local
     if value is None:
-        return of_rows
+        return advantages, None
     assert local.values is not None
     each = (advantages if advantages.dim() == 2 else advantages[local.rows].unsqueeze(1)).to(local.values)
     scorable = ~made.table.values.isnan().all(dim=1)[local.rows].to(local.mask.device).unsqueeze(1)
@@ -172,7 +172,7 @@ def to_advantages_and_returns(trainer: StepPort, made: Penalised, of_rows: Advan
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
     moments = _moments(trainer, each, counted) if value.whiten_advantages else None
     each = each.masked_fill(~counted, 0.0) if moments is None else whiten(each, counted, moments)
-    return replace(of_rows, values=each, returns=returns.masked_fill(~counted, float("nan")).float())
+    return each, returns.masked_fill(~counted, float("nan")).float()
 
 
 def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
@@ -180,18 +180,18 @@ def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
-def write_advantages(trainer: StepPort, made: Penalised, found: Advantages) -> dict[str, Any]:
+def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
     """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
-    where it is charged so, and the critic's values and returns; the guard is told of faults. TRL's completions table
-    gets the advantages, too, per token as the mean over a completion's own tokens."""
-    batch, mask, advantages = made.scored.batch, made.local.mask, found.values
-    faults = trainer.recorder.faults_in_training
-    for fault in (*made.faults, *found.faults):
-        assert faults is not None  # there are none without a guard
-        faults.found(*fault)
-    if found.returns is not None and made.local.values is not None:
+    where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
+    token as the mean over a completion's own tokens.
+
+    Args:
+        advantages: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
+    """
+    batch, mask = made.scored.batch, made.local.mask
+    if returns is not None and made.local.values is not None:
         carried = Carried(batch)
-        carried.old_values, carried.returns = made.local.values.float(), found.returns
+        carried.old_values, carried.returns = made.local.values.float(), returns
     trls = advantages is batch["advantages"]
     if trls and made.to_go is None:
         return batch

@@ -25,7 +25,7 @@ from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import loss_mask
-from grpo_lab.trainer.ports import Fault, StepPort
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
@@ -75,7 +75,6 @@ class Scored:
         forwards: which of TRL's forwards were replaced or put off.
         columns: rows of the completions table that TRL has just written, where selection may put them together anew.
         rounds: how many generations the rows come from.
-        faults: what a rule of ours or a team's said of them that is not finite, where a guard is in force.
     """
 
     batch: dict[str, Any]
@@ -83,7 +82,6 @@ class Scored:
     forwards: GenerationForwards
     columns: dict[str, list[Any]] | None = None
     rounds: int = 1
-    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,34 +94,17 @@ class Penalised:
             ``local``.
         to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
         charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
-        faults: those of ``scored``, and a KL that is not finite.
     """
 
     scored: Scored
     table: RewardTable
     to_go: Tensor | None = None
     charged: Tensor | None = None
-    faults: tuple[Fault, ...] = ()
 
     @property
     def local(self) -> LocalRows:
         assert self.table.local is not None
         return self.table.local
-
-
-@dataclass(frozen=True)
-class Advantages:
-    """What pushes the policy and, with a critic, what the critic learns.
-
-    Args:
-        values: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
-        returns: float32 ``[B, T]``, NaN where there is nothing to learn; None without a critic.
-        faults: advantages that were not finite, and are 0 here.
-    """
-
-    values: Tensor
-    returns: Tensor | None = None
-    faults: tuple[Fault, ...] = ()
 
 
 def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:

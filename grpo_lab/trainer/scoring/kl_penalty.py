@@ -28,7 +28,7 @@ from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.critic import is_warming_up
-from grpo_lab.trainer.ports import Fault, StepPort
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
@@ -115,15 +115,13 @@ def _coefficient(entry: Any) -> float:
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
     kl, beta, table, to_go, charged = controller.kl, controller.coefficient, scored.rewarded.table, None, None
-    faults = scored.faults
     if kl is not None and beta is not None:
         mask, carried = loss_mask(scored.batch), Carried(scored.batch)
         old = carried.proximal_logps
         if old is None:  # the loss does not read these: it takes its own forward's (``step.log_probs``)
             old = _log_probs_at_generation(trainer, scored.batch)
         log_probs = old.double(), carried.ref_logps.double()
-        of_tokens, found = _finite(trainer, kl.of_tokens(*log_probs, mask))
-        faults += found
+        of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
@@ -131,24 +129,24 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
         else:
             charged, to_go = -beta * of_tokens, -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
-            measured, found = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
-            faults += found
+            measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
             controller.charged(trainer.accelerator.gather(measured))
     mask_cut(trainer, scored)
-    made = Penalised(scored, with_local_rows(trainer, scored, table), to_go, charged, faults)
+    made = Penalised(scored, with_local_rows(trainer, scored, table), to_go, charged)
     if to_go is not None:
         scorable = ~table.values.isnan().all(dim=1)[made.local.rows]
         made = replace(made, to_go=to_go * scorable.unsqueeze(1).to(to_go))
     return made
 
 
-def _finite(trainer: StepPort, kl: Tensor) -> tuple[Tensor, tuple[Fault, ...]]:
-    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be
-    scored."""
-    if trainer.recorder.faults_in_training is None or bool(kl.isfinite().all()):
-        return kl, ()
-    said = "the KL in the reward is not finite: log-probs of the policy or the reference are not"
-    return kl.where(kl.isfinite(), 0.0), (Fault("reward", said),)
+def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
+    """With a guard a KL that is not finite is 0, and the batch is marked as bad: as a reward it would count as one that
+    cannot be scored."""
+    faults = trainer.recorder.faults_in_training
+    if faults is None or bool(kl.isfinite().all()):
+        return kl
+    faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
+    return kl.where(kl.isfinite(), 0.0)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:

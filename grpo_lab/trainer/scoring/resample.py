@@ -30,7 +30,7 @@ from grpo_lab.advantages.groups import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
-from grpo_lab.trainer.ports import Fault, StepPort
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import RowTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages, with_local_rows
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows
@@ -91,19 +91,18 @@ class Resampler:
             raise ValueError("`update.dead_groups: resample` is for text, and this batch is multimodal; use `skip`")
         local, rounds = first.batch["prompt_ids"].size(0), [first]
         wanted = first.rewarded.table.values.size(0) // self.group_size
-        chosen, faults = self._live(rounds, [])
+        chosen = self._live(rounds, [])
         while len(chosen) < wanted and len(rounds) < self.max_rounds:
             rounds.append(score(self._draw(local, len(rounds))))
-            live, found = self._live(rounds, chosen)
-            chosen, faults = chosen + live, faults + found
+            chosen = chosen + self._live(rounds, chosen)
         dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
         self._record(len(rounds), chosen, wanted)
-        return replace(self._assembled(rounds, chosen), faults=faults)
+        return self._assembled(rounds, chosen)
 
-    def _live(self, rounds: list[Scored], chosen: list[int]) -> tuple[list[int], tuple[Fault, ...]]:
+    def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
         """Groups of the last round that the rule in force has something to teach from, counted over all rounds (every
-        round has as many), and what it said that is not finite. A collective.
+        round has as many). A collective.
 
         The rule (or a team's hook) is asked for advantages of what is kept, followed by that round: never on a group
         that was thrown away before.
@@ -113,9 +112,8 @@ class Resampler:
         table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
         table = with_local_rows(trainer, last, table, before=len(chosen) * size)
         assert table.local is not None
-        guarded = trainer.recorder.faults_in_training is not None
-        found = checked_advantages(trainer.compute_advantages(table), table, guarded)
-        advantages, mask, fresh = found.values, table.local.mask, last.rewarded.table.values.size(0)
+        faults, mask, fresh = trainer.recorder.faults_in_training, table.local.mask, last.rewarded.table.values.size(0)
+        advantages = checked_advantages(trainer.compute_advantages(table), table, faults)
         if advantages.dim() == 1:
             advantages = advantages[table.local.rows].unsqueeze(1)
         of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens
@@ -123,7 +121,7 @@ class Resampler:
         rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, size).amax(1)
         rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
         live, first = (taught > 0) & ~rounding, (len(rounds) - 1) * (fresh // size)
-        return [first + group for group in live.nonzero().flatten().tolist()], found.faults
+        return [first + group for group in live.nonzero().flatten().tolist()]
 
     def _rows(self, groups: list[int]) -> Tensor:
         """Places of the groups' rows among those of all rounds."""

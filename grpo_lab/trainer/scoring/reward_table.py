@@ -9,9 +9,10 @@ the uninterrupted run had there.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from grpo_lab.rewards.protocol import Group, scope_of, score_groups
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 from grpo_lab.settings import one_of
+from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, StepPort
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
@@ -161,13 +163,6 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
     return tables
 
 
-def nan_counts(seams: list[Any], values: Tensor, accelerator: Any) -> Tensor:
-    """How many NaN each reward returned, over all ranks, long ``[F]``; a model's are all NaN of its column."""
-    local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
-    models = torch.tensor([isinstance(seam, nn.Module) for seam in seams], device=values.device)
-    return torch.where(models, values.isnan().sum(0), accelerator.gather(local).sum(0))
-
-
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
     """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad.
 
@@ -194,65 +189,81 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
     return values.masked_fill(infinite, float("nan")) if bool(infinite.any()) else values
 
 
-def fill_group_rewards(
-    values: Tensor,
-    names: tuple[str, ...],
-    reward_funcs: list[Any],
-    rows: list[dict[str, Any]],
-    group_size: int,
-    progress: tuple[int, int],
-    keep_infinite: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave.
+def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any) -> Tensor:
+    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``.
 
-    Every rank computes the same.
+    NaN is None from every kind of reward, as in TRL; it is counted (of a model it is each in its column) and said,
+    since it is rarely meant.
+    """
+    recorder, names, rewards = trainer.recorder, tuple(trainer.reward_func_names), trainer.reward_funcs
+    faults = recorder.faults_in_training
+    if faults is not None:
+        faults.generation()
+    seams = [as_trl_calls_it(reward, name, faults is not None) for reward, name in zip(rewards, names, strict=True)]
+    with trl_bridge.replaced(trainer, "reward_funcs", seams):
+        values = trls(*of_rows)
+    models = torch.tensor([isinstance(seam, nn.Module) for seam in seams], device=values.device)
+    local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
+    not_numbers = torch.where(models, values.isnan().sum(0), trainer.accelerator.gather(local).sum(0))
+    values = without_infinite(values, names, faults, "reward function {}")
+    if trainer._scoring is not None:
+        trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
+    if any(scope_of(reward) == "group" for reward in rewards):
+        values, more = _with_group_rewards(trainer, values, _gathered_rows(trainer, *of_rows))
+        values, not_numbers = without_infinite(values, names, faults, "group reward {}"), not_numbers + more
+    recorder.book().add_alike("rewards/nan_share", not_numbers.sum(), values.numel())
+    for name, count in zip(names, not_numbers.tolist(), strict=True):
+        if count:
+            recorder.say(
+                f"reward {name!r} returned NaN for {count} of {values.size(0)} completions: taken as None (cannot be "
+                "scored), as in TRL; `rewards/nan_share` counts them",
+                key=f"nan: {name}",
+                level=logging.WARNING,
+            )
+    return values
+
+
+def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
+    rank computes the same.
 
     Args:
         values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
-        rows: per row over all ranks: what ``gathered_rows`` gives.
-        progress: optimizer steps done, optimizer steps in all.
-        keep_infinite: as in ``as_trl_calls_it``.
     """
-    table = values.tolist()
-    known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) != "group"]
+    table, size, guarded = values.tolist(), trainer._group_size(), trainer.recorder.faults_in_training is not None
+    of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
+    known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
     values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
-    for start in range(0, len(rows), group_size):
-        of_group, first = rows[start : start + group_size], rows[start]
-        scored = table[start : start + group_size]
+    for start in range(0, len(rows), size):
+        here, scored, first = rows[start : start + size], table[start : start + size], rows[start]
         group = Group(
             prompt=first["prompt"],
-            completions=[row["text"] for row in of_group],
-            completion_ids=[row["ids"] for row in of_group],
-            lengths=[len(row["ids"]) for row in of_group],
-            truncated=[row["truncated"] for row in of_group],
-            rewards={names[i]: [None if row[i] != row[i] else row[i] for row in scored] for i in known},
-            columns={name: [row["columns"].get(name) for row in of_group] for name in first["columns"]},
-            step=progress[0],
-            max_steps=progress[1],
-            messages=[row["completion"] for row in of_group],
-            environments=None if first["environment"] is None else [row["environment"] for row in of_group],
+            completions=[row["text"] for row in here],
+            completion_ids=[row["ids"] for row in here],
+            lengths=[len(row["ids"]) for row in here],
+            truncated=[row["truncated"] for row in here],
+            rewards={name: [None if row[i] != row[i] else row[i] for row in scored] for name, i in known.items()},
+            columns={name: [row["columns"].get(name) for row in here] for name in first["columns"]},
+            step=trainer.state.global_step,
+            max_steps=trainer.state.max_steps,
+            messages=[row["completion"] for row in here],
+            environments=None if first["environment"] is None else [row["environment"] for row in here],
         )
-        for column, reward in enumerate(reward_funcs):
-            if column not in known:
-                scores = score_groups(reward, [group], keep_infinite)
-                not_numbers[column] += sum(score != score for score in scores)
-                filled = [float("nan") if score is None else score for score in scores]
-                values[start : start + group_size, column] = values.new_tensor(filled)
+        for column, reward in of_group.items():
+            scores = score_groups(reward, [group], guarded)
+            not_numbers[column] += sum(score != score for score in scores)
+            filled = [float("nan") if score is None else score for score in scores]
+            values[start : start + size, column] = values.new_tensor(filled)
     return values, not_numbers
 
 
-def gathered_rows(
-    trainer: Any,
-    inputs: list[dict[str, Any]],
-    prompts: list[Any],
-    completions: list[Any],
-    ids: list[list[int]],
-    truncated: list[bool],
+def _gathered_rows(
+    trainer: StepPort, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[list[int]]
 ) -> list[dict[str, Any]]:
     """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous);
     ``completion`` as TRL has it."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
-    environments = environments_for_groups(trainer, len(prompts))
+    truncated, environments = truncated_rows(trainer, ids), environments_for_groups(trainer, len(prompts))
     rows = [
         {
             "prompt": prompt,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
@@ -27,17 +26,7 @@ from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
-from grpo_lab.trainer.scoring.reward_table import (
-    StepCalled,
-    as_trl_calls_it,
-    correctness,
-    fill_group_rewards,
-    gathered_rows,
-    gathered_steps,
-    nan_counts,
-    truncated_rows,
-    without_infinite,
-)
+from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
@@ -138,41 +127,6 @@ def without_faulty(
         faults.found("log_prob", said)
         for token in bad:
             of_tokens[token] = None
-
-
-def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: int, *of_rows: Any) -> Tensor:
-    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``.
-
-    NaN is None from every kind of reward, as in TRL; it is counted and said, since it is rarely meant.
-    """
-    recorder, names = trainer.recorder, tuple(trainer.reward_func_names)
-    faults = recorder.faults_in_training
-    guarded = faults is not None
-    if faults is not None:
-        faults.generation()
-    seams = [as_trl_calls_it(reward, name, guarded) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
-    with trl_bridge.replaced(trainer, "reward_funcs", seams):
-        values = trls(*of_rows)
-    not_numbers = nan_counts(seams, values, trainer.accelerator)
-    values = without_infinite(values, names, faults, "reward function {}")
-    if trainer._scoring is not None:
-        trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
-    if any(scope_of(reward) == "group" for reward in trainer.reward_funcs):
-        inputs, prompts, completions, ids = of_rows
-        rows = gathered_rows(trainer, inputs, prompts, completions, ids, truncated_rows(trainer, ids))
-        progress = (trainer.state.global_step, trainer.state.max_steps)
-        values, more = fill_group_rewards(values, names, trainer.reward_funcs, rows, group_size, progress, guarded)
-        not_numbers, values = not_numbers + more, without_infinite(values, names, faults, "group reward {}")
-    recorder.book().add_alike("rewards/nan_share", not_numbers.sum(), values.numel())
-    for name, count in zip(names, not_numbers.tolist(), strict=True):
-        if count:
-            recorder.say(
-                f"reward {name!r} returned NaN for {count} of {values.size(0)} completions: taken as None (cannot be "
-                "scored), as in TRL; `rewards/nan_share` counts them",
-                key=f"nan: {name}",
-                level=logging.WARNING,
-            )
-    return values
 
 
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:

@@ -24,7 +24,7 @@ from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.trainer.step.log_probs import Collected, OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import (
-    generation_budget,
+    denominators_of,
     hears_values,
     token_batch,
     token_denominator,
@@ -127,16 +127,12 @@ class ExactUpdate:
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
 
     def _denominators(self, window: list[dict[str, Any]]) -> Denominators:
-        """Counted over everything that TRL would compute. TRL's token count where one generation batch made the whole
-        step (one tensor, summed before dividing); NaN where several did, whose rows each have their own."""
-        first = window[0]["num_items_in_batch"]
-        same = all(batch["num_items_in_batch"] is first for batch in window)
-        return Denominators(
-            rows=float(sum(batch["prompt_ids"].size(0) for batch in window)),
-            tokens=token_denominator(self.trainer, window[0], mode="train") if same else float("nan"),
-            budget=generation_budget(self.trainer),
-            micro_batches=len(window),
-        )
+        """TRL's token count where one generation batch made the whole step (one tensor, summed before dividing); NaN
+        where several did, whose rows each have their own."""
+        first, rows = window[0], float(sum(batch["prompt_ids"].size(0) for batch in window))
+        found = denominators_of(self.trainer, first, "train", rows, len(window))
+        same = all(batch["num_items_in_batch"] is first["num_items_in_batch"] for batch in window)
+        return found if same else replace(found, tokens=float("nan"))
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_lab.batch import Denominators, TokenBatch, safe
-from grpo_lab.objectives import log_ratio, sampler_correction
+from grpo_lab.objectives import Objective, log_ratio, sampler_correction
 from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
@@ -30,11 +30,14 @@ def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> T
     return count
 
 
-def generation_budget(trainer: StepPort) -> float:
-    """Tokens of a completion at most; NaN without a limit, where nothing divides by it
-    (``settings.inputs.check_budget``)."""
+def denominators_of(
+    trainer: StepPort, inputs: dict[str, Any], mode: str, rows: float, micro_batches: float
+) -> Denominators:
+    """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
+    by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
-    return float("nan") if limit is None else float(limit)
+    budget = float("nan") if limit is None else float(limit)
+    return Denominators(rows, token_denominator(trainer, inputs, mode), budget, micro_batches)
 
 
 def token_batch(
@@ -90,16 +93,9 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
     return policy + value.vf_coef * critics
 
 
-def has_our_inputs(trainer: StepPort, inputs: dict[str, Any]) -> bool:
-    """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
-    objective = trainer.algorithm.objective
-    return objective is not None and (objective.kl_in_loss is None or Carried(inputs).ref_logps is not None)
-
-
-def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
     """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
-    objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
-    assert objective is not None
+    mode = trainer.recorder.mode()
     with hears_values(trainer, model) as heard:
         logps, entropies, router_loss = trl_bridge.stock_forward(
             trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
@@ -107,12 +103,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     values = heard[0][:, -logps.size(1) :] if heard else None
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
     accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
-    denominators = Denominators(
-        rows=batch.mask.size(0) * accumulation,
-        tokens=token_denominator(trainer, inputs, mode),
-        budget=generation_budget(trainer),
-        micro_batches=accumulation,
-    )
+    denominators = denominators_of(trainer, inputs, mode, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
