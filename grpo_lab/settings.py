@@ -182,7 +182,7 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
                 plain(self, *args, **kwargs)
 
         made.__init__ = init
-        return made  # type: ignore[no-any-return]
+        return made
 
     return decorate
 
@@ -191,8 +191,7 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
     """``written`` as ``kind``, a class of ``@settings()``; ``where`` it stands (``"evaluation.data"``; empty at the top
     of a recipe) is for messages. ``ValueError``: what was seen, what is allowed, which setting."""
     with _in_our_words(where, "the recipe"):
-        found: T = TypeAdapter(kind).validate_python(written)
-    return found
+        return TypeAdapter(kind).validate_python(written)
 
 
 def from_json(value: Any, where: str) -> Any:

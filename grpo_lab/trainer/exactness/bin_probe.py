@@ -2,22 +2,17 @@
 
 ``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
 positions and no attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that
-masks padding these are one number. They are two for encoders used as language models (BERT's family: every token sees
-the padding), where positions are counted from the tokens (RoBERTa's), where a state runs through padding, where a
-missing mask means another attention (Doge); lists of names are never complete. So two short rows are forwarded both
-ways. What differs only by rounding is told from what differs by formula by forwarding in float32 where the weights are,
-and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
+masks padding these are one number; for some families (BERT's, RoBERTa's, Doge) they are two, and lists of names are
+never complete. So two short rows are forwarded both ways. What differs only by rounding is told from what differs by
+formula by forwarding in float32 where the weights are, and beyond that by the model's own rounding: TRL's batch against
+each of its rows alone.
 
 ``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what
 a row adds is its own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row
-are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
-
-    a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole
-                                               modules)
-    a call whose input is not twice as large   its mask does not grow with the rows: they share it
-
-In the first optimizer step the real forwards are looked at likewise, every call of dropout apart
-(``apart_from_dropout``).
+are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through. A
+number that is drawn all the same is another's (a router's, an adapter's that drops whole modules); a mask that does not
+grow with the rows is shared by them. In the first optimizer step the real forwards are looked at likewise, every call
+of dropout apart (``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -63,14 +58,12 @@ class _Question:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        self._asked = False
-        self._reason: str | None = None
+        self._answered: tuple[str | None] | None = None
 
     def why_stock(self) -> str | None:
         """Why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
-        if not self._asked:
-            self._asked, self._reason = True, self._answer()
-        return self._reason
+        self._answered = self._answered or (self._answer(),)
+        return self._answered[0]
 
     def _answer(self) -> str | None:
         raise NotImplementedError
@@ -115,18 +108,15 @@ class BinProbe(_Question):
         """Mean |difference| between a bin and TRL's batch, and what rounding may make of it."""
         trainer, rows = self._trainer, two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
+        single = [{name: values[i : i + 1] for name, values in rows.items()} for i in range(mask.size(0))]
         with _looked_at(trainer):
-            theirs = self._trls(rows)
-            alone = torch.cat([self._trls({n: v[i : i + 1] for n, v in rows.items()}) for i in range(mask.size(0))])
+            theirs = trl_bridge.stock_forward(trainer, trainer.model, rows)[0]
+            alone = torch.cat([trl_bridge.stock_forward(trainer, trainer.model, row)[0] for row in single])
             part = RowTable.of([rows]).bin(list(range(mask.size(0))))
             scored, _ = trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
         ours = scored.gather(1, part.take)
         least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
         return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
-
-    def _trls(self, rows: dict[str, Tensor]) -> Tensor:
-        found: Tensor = trl_bridge.stock_forward(self._trainer, self._trainer.model, rows)[0]
-        return found
 
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
@@ -248,8 +238,7 @@ class _DropoutCalls(TorchFunctionMode):
     """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention
     with dropout.
 
-    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same without dropping
-    anything.
+    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same, nothing dropped.
     """
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:

@@ -82,7 +82,7 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     _refuse_clip(args, part)
     known = registry.knobs_of(part) if isinstance(part, type) else {}
     flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **own}, "surrogate")  # type: ignore[no-any-return]
+    return _built(part, {**flat, **own}, "surrogate")
 
 
 def _refuse_clip(args: Any, part: Any) -> None:
@@ -110,7 +110,7 @@ def aggregation_from(chosen: Any) -> Aggregation:
     name, knobs = _named(chosen, "aggregation")
     part = _part(name, AGGREGATIONS, "aggregation")
     own = _checked(knobs, part, "aggregation", "aggregation", AGGREGATIONS)
-    return _built(part, own, "aggregation")  # type: ignore[no-any-return]
+    return _built(part, own, "aggregation")
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,21 @@ def put_aside(trainer: Any) -> Tensor:
     accelerator = trainer.accelerator
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
-        before = vars(accelerator).get("backward")  # usually none: it is a method
-
-        def once(loss: Tensor, **_: Any) -> None:
-            del accelerator.backward
-            if before is not None:
-                accelerator.backward = before
-
-        accelerator.backward = once
+        _leave_out_next(accelerator, "backward", lambda: None)
     return nothing.clone()  # a loss has a grad_fn
+
+
+def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
+    """The next call of ``owner.method`` is ``instead()``, and the method as it was afterwards."""
+    before = vars(owner).get(method)  # usually none: it is the class's
+
+    def once(*_: Any, **__: Any) -> None:
+        delattr(owner, method)
+        if before is not None:
+            setattr(owner, method, before)
+        instead()
+
+    setattr(owner, method, once)
 
 
 def leave_out_step(optimizer: Any) -> None:
@@ -67,17 +73,13 @@ def leave_out_step(optimizer: Any) -> None:
     Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
     the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
     """
-    before = vars(optimizer).get("step")  # usually none: it is a method
 
-    def nothing(*_: Any, **__: Any) -> None:
-        del optimizer.step
-        if before is not None:
-            optimizer.step = before
+    def nothing() -> None:
         if optimizer.scaler is not None:
             optimizer.scaler.update()
         optimizer._is_overflow = True
 
-    optimizer.step = nothing
+    _leave_out_next(optimizer, "step", nothing)
 
 
 def step_was_taken(optimizer: Any) -> None:
@@ -271,8 +273,7 @@ def without_moments(trainer: Any) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
-    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments
-    afterwards."""
+    """Inside the block a checkpoint's optimizer is loaded; the weights ``named`` in it have no moments afterwards."""
     if not named or not _is_fsdp2(trainer):
         yield
         return

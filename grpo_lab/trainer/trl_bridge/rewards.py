@@ -20,8 +20,7 @@ SHAPING = {
 
 def shaping(name: str) -> Callable[..., Any]:
     """What builds it. TRL loads a parser of LaTeX with the last one, so none is loaded before it is asked for."""
-    found: Callable[..., Any] = getattr(rewards, SHAPING[name])
-    return found
+    return getattr(rewards, SHAPING[name])
 
 
 def reward_name(reward: Any) -> str:

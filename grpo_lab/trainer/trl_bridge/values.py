@@ -2,10 +2,10 @@
 sees it.
 
 DDP, FSDP2 and DeepSpeed wrap one module and hook its forward. So the critic is a sub-module of the policy model and is
-called inside the policy's forward, from the hidden states of that very forward (``head``). TRL's
-``is_peft_model(self.model)`` and HF's ``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the
-policy could give. What walks over the policy's parameters leaves out those under ``CRITIC``: ``save_pretrained``
-(here), the engine's weight sync (``rollout.engine``), a moving reference (``followed_by_policy_only``).
+called inside its forward, from the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)``
+and HF's ``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the policy could give. What walks over
+the policy's parameters leaves out those under ``CRITIC``: ``save_pretrained`` (here), the engine's weight sync, a
+moving reference (``followed_by_policy_only``).
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Parameters or states by name, without the critic's. The stream is read to its end: sharded ones are gathered on
-    the way."""
+    """Parameters or states by name, without the critic's; all are read: sharded ones are gathered on the way."""
     return ((name, value) for name, value in named if not is_critics(name))
 
 
@@ -92,10 +91,8 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
 
 def _policy_alone(module: nn.Module, keys: Any) -> None:
-    """A policy's own file lacks the whole critic, which has files of its own: nothing is missing, and HF has nothing to
-    warn of."""
-    critics = [name for name in keys.missing_keys if is_critics(name)]
-    if len(critics) == len(critic_of(module).state_dict()):
+    """A policy's own file lacks the whole critic, which has files of its own: HF has nothing to warn of."""
+    if sum(map(is_critics, keys.missing_keys)) == len(critic_of(module).state_dict()):
         keys.missing_keys[:] = [name for name in keys.missing_keys if not is_critics(name)]
 
 
