@@ -17,8 +17,7 @@ from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:
-    """Name → default (``MISSING`` where there is none) of what can be set of a dataclass or its instance, in order;
-    anything else has no knobs."""
+    """Name → default (``MISSING`` without one) of a dataclass's or its instance's fields, in order; else nothing."""
     if not dataclasses.is_dataclass(part):
         return {}
     fields = [field for field in dataclasses.fields(part) if field.init]
@@ -26,8 +25,7 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object
-    (``redefined`` is none)."""
+    """``ValueError`` for no name, or for one that is another object's already (``redefined`` is none)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
         raise ValueError(f"{what} is registered as {name!r}; it must be a name without ':' ('module:attribute')")
     if name in table and table[name] is not part and not redefined(table[name], part):
@@ -38,15 +36,13 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Whether ``part`` is the same definition run again: a notebook's cell, a reloaded module. It then takes the place
-    of the old one."""
+    """Whether ``part`` is the same definition run again (a notebook's cell, a reloaded module) and takes its place."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once;
-    the same definition run again (``redefined``) takes the place of the old one.
+    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
 
     Raises:
         ValueError: as ``check_name``; the part cannot be called, or has a knob that settings mean something else by.
@@ -71,8 +67,7 @@ def found(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
-    """A class with its ``knobs``; a function or a ready object as it is. ValueError for knobs that it does not have or
-    need."""
+    """A class with its ``knobs``; a function or object as it is. ``ValueError`` for knobs it does not have or need."""
     if not isinstance(part, type):
         if knobs:
             raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")
@@ -102,11 +97,7 @@ def working_folder_on_path() -> str:
 
 
 def load_named(reference: str, where: str) -> Any:
-    """The object at ``"package.module:attribute"``.
-
-    Raises:
-        ValueError: another form, no such module or attribute; says where it was looked for.
-    """
+    """The object at ``"package.module:attribute"``. ``ValueError`` for another form, or where nothing is there."""
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ValueError(f"`{where}` is {reference!r}; it must be 'module:attribute'")

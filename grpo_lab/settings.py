@@ -71,10 +71,8 @@ def refuse_unknown(
 def refuse_unknown_arguments(
     called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has none.
-
-    ``beside``: what may stand in the same place, besides. Returns what can be given by name.
-    """
+    """``refuse_unknown`` by the signature of what will be called (nothing where it takes any keyword, or has none),
+    where ``beside`` may stand, too. Returns what can be given by name."""
     try:
         found = list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):  # some built-ins have none
@@ -195,8 +193,7 @@ def read(kind: type[T], written: Any, where: str = "") -> T:
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key
-    twice."""
+    """A mapping written as JSON, as command lines have it; anything else as is. ``ValueError``: half of one."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]

@@ -120,8 +120,7 @@ class BinProbe(_Question):
 
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
-    """Two rows of ordinary tokens as TRL pads them: ``prompt_ids``, ``prompt_mask``, ``completion_ids``,
-    ``completion_mask``."""
+    """Two rows of ordinary tokens as TRL pads them."""
     tokenizer, device = trainer._tokenizer, trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
     special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
@@ -143,8 +142,7 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _looked_at(trainer: StepPort) -> Iterator[None]:
-    """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are
-    as before afterwards."""
+    """The model in evaluation mode, without checkpointing and, where it can be, in float32; then all is as before."""
     training = [module for module in trainer.model.modules() if module.training]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states_kept(trainer.accelerator.device))
@@ -201,8 +199,7 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """Values that each call of dropout in one training forward had a draw for; ``None`` where anything else
-        drew."""
+        """How many values each call of dropout in a training forward had a draw for; ``None``: anything else drew."""
         trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
@@ -235,11 +232,8 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention
-    with dropout.
-
-    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same, nothing dropped.
-    """
+    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, also inside attention:
+    ``size`` values have a draw; ``draw()`` is the call as it is; ``without()`` the same, with nothing dropped."""
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()

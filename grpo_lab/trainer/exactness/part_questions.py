@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from types import FunctionType, MethodType
@@ -86,27 +87,18 @@ def _plain_of(place: MutableMapping[str, Any], names: tuple[str, ...] | None) ->
     return {name: _detached(value) for name, value in chosen.items() if name not in OURS and _is_plain(value)}
 
 
-class _Cells(MutableMapping[str, Any]):
+class _Cells(UserDict[str, Any]):
     """The variables of a closure as a mapping."""
 
     def __init__(self, function: FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self.cells = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
+        self.data = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
 
     def __getitem__(self, name: str) -> Any:
-        return self.cells[name].cell_contents
+        return self.data[name].cell_contents
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
-
-    def __len__(self) -> int:
-        return len(self.cells)
+        self.data[name].cell_contents = value
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:

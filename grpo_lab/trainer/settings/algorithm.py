@@ -126,8 +126,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 
 
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
-    """The rule with ``value.gamma`` and ``value.lam``, where they are set. ``ValueError`` where the rule has none, or
-    another is ``written`` beside its name."""
+    """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
     for name in ("gamma", "lam"):
         number = None if value is None else getattr(value, name)
         if number is None:
@@ -223,11 +222,7 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
 
 
 def _loss_type(chosen: ObjectiveSettings) -> str:
-    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
-
-    TRL reads it when it computes a loss of its own, which does not happen then, and refuses names that it does not
-    know.
-    """
+    """TRL's field ``loss_type`` for an objective of ours: TRL's name for the same loss, or one that it refuses."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -266,8 +261,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
     for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
         if getattr(args, name) != knobs.default_of(args, name):
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
-                f"`{place[0]}`={place[1]!r} does not honour it: leave one out"
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
+                "does not honour it: leave one out"
             )
     loss_type = None if chosen is None else _loss_type(chosen)
     for name, (expected, setting, value) in said.items():

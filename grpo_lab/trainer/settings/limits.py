@@ -127,8 +127,7 @@ SUPERVISED_GONE: dict[str, str] = {
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range; ``where``: the
-    section, for messages (``"cold_start"``; empty for a flat setting)."""
+    """``ValueError`` for an unknown name or a number out of range; ``where``: the section, for messages."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)

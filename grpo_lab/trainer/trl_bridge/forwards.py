@@ -61,8 +61,7 @@ def completion_log_probs(
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where
-    asked for."""
+    """TRL's own forward on padded rows: the completions' log-probs ``[B, T]``; entropies, router's loss if asked."""
     return trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -115,8 +114,7 @@ def forwards_replaced(
 
 @contextlib.contextmanager
 def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
-    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]``
-    (None: as is)."""
+    """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
         yield
         return
@@ -130,8 +128,7 @@ def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor |
 
 @contextlib.contextmanager
 def without_autocast(trainer: Any) -> Iterator[None]:
-    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no
-    change)."""
+    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
     plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
     with contextlib.ExitStack() as stack:
@@ -147,11 +144,8 @@ def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any
 
 
 def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
-    """``(misaligned, corrected)``: why TRL would run the policy once more at generation.
-
-    ``misaligned``: completions outlive an optimizer step, so log-probs at generation differ from those in training.
-    ``corrected``: the sampler correction wants them.
-    """
+    """``(misaligned, corrected)``: why TRL would run the policy once more at generation: completions outlive an
+    optimizer step, so that log-probs differ from those in training; the sampler correction wants them."""
     generate_every = trainer.args.steps_per_generation * trainer.num_iterations
     misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
     return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)

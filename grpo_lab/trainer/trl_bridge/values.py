@@ -29,8 +29,7 @@ _OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch",
 
 @dataclass
 class ValuedOutput(FusedCausalLMOutput):  # type: ignore[misc]
-    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t the value of the state in which token t + 1 is
-    chosen."""
+    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t of the state in which token t + 1 is chosen."""
 
     state_values: Tensor | None = None
 
@@ -103,11 +102,9 @@ def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = N
 
 @contextlib.contextmanager
 def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
-    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each.
-
-    They are read off the outermost wrapper's output, as log-probs are, so that its hooks for the backward see them.
-    Unless ``trunk_learns`` the policy's hidden states are detached first.
-    """
+    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each, read
+    off the outermost wrapper's output, so that its hooks for the backward see them. Unless ``trunk_learns`` the
+    policy's hidden states are detached first."""
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
 
