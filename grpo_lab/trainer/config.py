@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from grpo_lab.registry import address
 from grpo_lab.settings import from_json, read, refuse_unknown
-from grpo_lab.trainer.ranks.watch import hold_time_limit
+from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
 from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.knobs import with_registered

@@ -27,13 +27,11 @@ from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
-from grpo_lab.trainer.critic.files import save_beside, take_up
-from grpo_lab.trainer.critic.optimizer import with_critics_groups
+from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
-from grpo_lab.trainer.metrics.as_trl import TrlBook
-from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
+from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder

@@ -13,9 +13,7 @@ from typing import Any
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import Given
-from grpo_lab.trainer.critic.build import with_critic
-from grpo_lab.trainer.critic.files import WithTheBest
-from grpo_lab.trainer.critic.optimizer import CriticAlone
+from grpo_lab.trainer.critic import CriticAlone, WithTheBest, with_critic
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts

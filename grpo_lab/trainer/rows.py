@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_lab.trainer.carried import POLICY_VERSION, POSITION_OFFSET, Carried, loss_mask, row_lengths, row_tensors
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 from grpo_lab.update import Rows, live_rows
 

@@ -27,7 +27,7 @@ from grpo_lab.batch import RewardTable, masked_sum
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
-from grpo_lab.trainer.critic.optimizer import is_warming_up
+from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import Fault
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut

@@ -22,7 +22,7 @@ from grpo_lab.rewards.protocol import Group, scope_of, score_groups
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.ports import Faults
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.scoring.steps import StepCalled
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores

@@ -25,7 +25,7 @@ from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
 from grpo_lab.trainer.ports import Faults, row_key
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import (

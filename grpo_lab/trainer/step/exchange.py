@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, is_of_prompt, per_token_fields
 from grpo_lab.update import Plan, Routes
 

@@ -28,8 +28,7 @@ from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults
-from grpo_lab.trainer.ranks.finite_weights import TO_START_FROM, NumbersError, names_of_bad, refuse_bad_weights
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import TO_START_FROM, NumbersError, at, names_of_bad, refuse_bad_weights
 from grpo_lab.trainer.resume.whole import damaged, step_of, what_is_broken
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.resume.reference_files import load_reference, save_reference
+from grpo_lab.trainer.resume.state import load_reference, save_reference
 
 if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort

@@ -14,7 +14,7 @@ from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective
 from grpo_lab.trainer.carried import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
-from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, add_by_length
+from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.step.values import value_metrics
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
@@ -194,7 +194,8 @@ def _record_sampler(
     assert weights is not None
     assert quartiles is not None
     assert how is not None
-    add_by_length(book, how, weights, mask, quartiles)
+    for name, total, count in by_length(how, weights, mask, quartiles):
+        book.add(name, total, count)
     gap = (batch.old_logps - sampler_logps).abs()
     scored = mask & ~gap.isnan()
     gap = gap.nan_to_num(nan=0.0)

@@ -17,7 +17,7 @@ from grpo_lab.batch import TokenBatch, safe
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
-from grpo_lab.trainer.critic.optimizer import is_warming_up
+from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 if TYPE_CHECKING:
