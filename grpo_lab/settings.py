@@ -289,7 +289,8 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
     hint = " (a setting without its value on the command line is read as true)" if value is True else ""
-    if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
+    texts = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
+    if isinstance(value, bool) and str in kinds and texts == kinds:
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
         raise ValueError(f"`{name}` is {value!r}; it must be text{hint}{bare}")
     no_number = not numbers or (numbers == [bool] and str in kinds)
@@ -304,10 +305,8 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
     raise ValueError(f"`{name}` is {value!r}; it must be {words}{hint}")
 
 
-def _is_text(kind: Any) -> bool:
-    """Or none, or one of an enumeration's texts, or several of them."""
-    of_enum = isinstance(kind, type) and issubclass(kind, Enum)
-    return of_enum or kind in (str, types.NoneType) or get_origin(kind) is list
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _members(declared: Any) -> list[Any]:

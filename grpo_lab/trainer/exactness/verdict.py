@@ -135,7 +135,19 @@ class StandingVerdict:
         parts = answers(trainer, objective)
         if parts.stock is not None:
             return UpdateVerdict.as_trl(parts.stock)
-        conditions = self._conditions(parts.pull, random)
+        conditions = LiveConditions(
+            kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
+            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
+            pull=parts.pull,
+            moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+            same_draws=trainer.lab_settings.randomness == "same_draws",
+            mixed_rows=seen.mixes_rows(self._model, trainer.accelerator.mixed_precision),
+            moved_positions=seen.moves_positions(self._model),
+            state_reads_padding=seen.padding_reaches_state(self._model),
+            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
+            multimodal=may_bring_images(trainer),
+            **random,
+        )
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
             chosen = why_stock_batches(replace(conditions, same_draws=False)) is None
@@ -147,20 +159,3 @@ class StandingVerdict:
         if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
             return UpdateVerdict(stock, "update.dead_groups is 'keep'", chosen=True)
         return UpdateVerdict(stock, all_rows)
-
-    def _conditions(self, pull: str, random: dict[str, Any]) -> LiveConditions:
-        trainer, objective = self._trainer, self._trainer.algorithm.objective
-        assert objective is not None
-        return LiveConditions(
-            kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
-            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
-            pull=pull,
-            moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
-            same_draws=trainer.lab_settings.randomness == "same_draws",
-            mixed_rows=seen.mixes_rows(self._model, trainer.accelerator.mixed_precision),
-            moved_positions=seen.moves_positions(self._model),
-            state_reads_padding=seen.padding_reaches_state(self._model),
-            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
-            multimodal=may_bring_images(trainer),
-            **random,
-        )

@@ -110,7 +110,7 @@ def write_advantages(trainer: StepPort, made: Penalised, found: Advantages) -> d
     if mine.dim() == 2:
         in_force = batch["advantages"]
         logged = trainer.accelerator.gather((in_force * mask).sum(1) / mask.sum(1).clamp(min=1))
-    trl_bridge.replace_logged_advantages(trainer, logged)
+    trl_bridge.replace_logged_rows(trainer, {"advantages": logged.tolist()})
     return batch
 
 

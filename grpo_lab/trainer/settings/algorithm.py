@@ -161,7 +161,11 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
-    own = knobs.knobs_in_words(objective.surrogate)
+    own, kl, said = knobs.knobs_in_words(objective.surrogate), objective.kl, "none"
+    if kl is not None:
+        tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
+        target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
+        said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
     return {
         "objective": objective.name,
         "advantage": advantage,
@@ -169,7 +173,7 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
         "surrogate": name_of(objective.surrogate),
         **({"knobs": own} if own else {}),
         "aggregation": in_words(objective.aggregate, objective.aggregate),
-        "kl": _kl_in_words(objective.kl),
+        "kl": said,
     }
 
 
@@ -205,14 +209,6 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
     control = None if chosen.target is None else AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
     weighted = bool(chosen.ratio_weighted)
     return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
-
-
-def _kl_in_words(kl: KLTerm | None) -> str:
-    if kl is None:
-        return "none"
-    tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
-    target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
-    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
 
 
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:

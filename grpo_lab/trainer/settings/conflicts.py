@@ -38,8 +38,9 @@ class Case:
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
-    def kl(self) -> Any:
-        return None if self.algorithm.objective is None else self.algorithm.objective.kl
+    def half(self) -> str | None:
+        """The half precision that is set."""
+        return next((name for name in ("bf16", "fp16") if getattr(self.args, name)), None)
 
     @property
     def updates(self) -> float:
@@ -113,11 +114,6 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
     return None
 
 
-def _half(case: Case) -> str | None:
-    batching = case.args.use_transformers_continuous_batching and not case.args.use_vllm
-    return next((name for name in ("bf16", "fp16") if batching and getattr(case.args, name)), None)
-
-
 BEFORE: tuple[Conflict, ...] = (
     (
         lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "tolerance", "engine", "server"),
@@ -168,7 +164,7 @@ BEFORE: tuple[Conflict, ...] = (
         "`kl.coefficient` is {ours.kl.coefficient} and `beta` is {args.beta}: two names for one number; set one",
     ),
     (
-        _half,
+        lambda c: c.args.use_transformers_continuous_batching and not c.args.use_vllm and c.half,
         "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
         "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then "
         "on. Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
@@ -234,7 +230,7 @@ AFTER: tuple[Conflict, ...] = (
         "`ref_model_mixup_alpha`={args.ref_model_mixup_alpha}): leave one out",
     ),
     (
-        lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
+        lambda c: c.fresh_reference and c.ours.kl is not None and c.ours.kl.placement == "reward",
         "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} "
         "updates a generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the "
         "loss (`kl.placement: loss`)",

@@ -207,11 +207,6 @@ def forget_sampling_metrics(trainer: Any, mode: str) -> None:
             del seen[name]
 
 
-def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
-    """Put the advantages in force where TRL keeps those of its own for the completions table."""
-    replace_logged_rows(trainer, {"advantages": advantages.tolist()})
-
-
 def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
     """The last ``count`` rows of TRL's completions table by column; without columns that not every row has."""
     logged = trainer._logs

@@ -44,11 +44,6 @@ def inside(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def critic_of(model: Any) -> Any:
-    """The critic in an unwrapped policy model, or None."""
-    return getattr(inside(model), CRITIC, None)
-
-
 def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """``model.parameters()`` without the critic's."""
     return (parameter for name, parameter in model.named_parameters() if not is_critics(name))
@@ -91,7 +86,7 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
 def _policy_alone(module: nn.Module, keys: Any) -> None:
     """A policy's own file lacks the whole critic, which has files of its own: HF has nothing to warn of."""
-    if sum(map(is_critics, keys.missing_keys)) == len(critic_of(module).state_dict()):
+    if sum(map(is_critics, keys.missing_keys)) == len(getattr(inside(module), CRITIC).state_dict()):
         keys.missing_keys[:] = [name for name in keys.missing_keys if not is_critics(name)]
 
 
