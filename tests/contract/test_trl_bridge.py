@@ -545,7 +545,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
     assert isinstance(logged, deque)
     assert logged.maxlen == trainer.args.generation_batch_size == len(logged)
     ours = torch.arange(float(len(logged)))
-    trl_bridge.replace_logged_advantages(trainer, ours)
+    trl_bridge.replace_logged_rows(trainer, {"advantages": ours.tolist()})
     assert list(trainer._logs["advantages"]) == ours.tolist()
     assert trainer._logs["advantages"].maxlen == trainer.args.generation_batch_size
 

@@ -99,8 +99,7 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient, also beside rows that have one: else
-    no row may be skipped."""
+    """Whether rows of advantage 0 have exactly zero loss and gradient, beside any others: else none may be skipped."""
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
@@ -118,9 +117,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
     """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed: so that
     bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
 
-    Args:
-        several_generations: an optimizer step may hold rows of several generation batches; the token count is then one
-            number a row, ``[B, 1]``.
+    With ``several_generations`` in an optimizer step the token count is one number a row, ``[B, 1]``.
     """
 
     def average(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
@@ -148,8 +145,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """The formula over single floats, by loops; ``None`` where the surrogate or the aggregation has not written it
-    out."""
+    """The formula over single floats, by loops; ``None`` where surrogate or aggregation has not written it out."""
     push, average = _literal_of(objective.surrogate), _literal_of(objective.aggregate)
     if push is None or average is None:
         return None
@@ -165,8 +161,7 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
 
 
 def _literal_of(part: Any) -> Any:
-    """The formula of a part, if it is of this very class or function: a subclass that changes the tensors has not
-    written it out."""
+    """The formula of this very class or function: a subclass that changes the tensors has not written it out."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
     return part.literal if ours is None and "literal" in vars(type(part)) else ours
 

@@ -35,8 +35,7 @@ def dropout_rate(model: nn.Module) -> float:
 
 
 def shared_dropout_rate(model: nn.Module) -> float:
-    """Largest drop probability of what rows share: ranks or whole modules of an adapter (PEFT's LoHa, LoKr),
-    channels."""
+    """Largest drop probability of what rows share: channels, an adapter's ranks or whole modules (PEFT's LoHa)."""
     modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
     return max([_largest(model, _SHARED), *modules])
 
@@ -46,14 +45,12 @@ def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
 
 
 def layer_drop_rate(model: nn.Module) -> float:
-    """Largest probability with which a whole layer is skipped in training (OPT, BioGPT, BART: ``layerdrop``; drop
-    path)."""
+    """Largest probability with which a whole layer is skipped in training (OPT's, BART's ``layerdrop``; drop path)."""
     return _largest(model, _LAYER_DROP)
 
 
 def router_noise(model: nn.Module) -> float:
-    """Largest noise on the router's or experts' inputs in training (Mixtral, Switch: ``jitter_noise``; DBRX:
-    ``moe_jitter_eps``)."""
+    """Largest noise on routers' or experts' inputs in training (``jitter_noise``; DBRX: ``moe_jitter_eps``)."""
     return _largest(model, _NOISE)
 
 
@@ -72,8 +69,7 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Why bins cannot hand in the positions that stock has, which are the row's place in TRL's padding; "" where they
-    can."""
+    """Why bins cannot hand in the positions that stock has, the row's place in TRL's padding; "" where they can."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
@@ -115,8 +111,7 @@ def padding_reaches_state(model: nn.Module) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a row's position ids can be handed to stock's forward: they mean what padding means there, and it reads
-    them."""
+    """Whether position ids mean what padding means to the model, and its forward reads them."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 

@@ -201,7 +201,7 @@ def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, ret
     batch["advantages"] = mine.to(batch["advantages"])
     if mine.dim() == 2:
         advantages = trainer.accelerator.gather((batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))
-    trl_bridge.replace_logged_advantages(trainer, advantages)
+    trl_bridge.replace_logged_rows(trainer, {"advantages": advantages.tolist()})
     return batch
 
 

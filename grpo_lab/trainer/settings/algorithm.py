@@ -126,8 +126,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 
 
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
-    """The rule with ``value.gamma`` and ``value.lam``, where they are set. ``ValueError`` where the rule has none, or
-    another is ``written`` beside its name."""
+    """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
     for name in ("gamma", "lam"):
         number = None if value is None else getattr(value, name)
         if number is None:
@@ -162,7 +161,11 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
-    own = knobs.knobs_in_words(objective.surrogate)
+    own, kl, said = knobs.knobs_in_words(objective.surrogate), objective.kl, "none"
+    if kl is not None:
+        tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
+        target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
+        said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
     return {
         "objective": objective.name,
         "advantage": advantage,
@@ -170,7 +173,7 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
         "surrogate": name_of(objective.surrogate),
         **({"knobs": own} if own else {}),
         "aggregation": in_words(objective.aggregate, objective.aggregate),
-        "kl": _kl_in_words(objective.kl),
+        "kl": said,
     }
 
 
@@ -208,14 +211,6 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
     return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
 
 
-def _kl_in_words(kl: KLTerm | None) -> str:
-    if kl is None:
-        return "none"
-    tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
-    target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
-    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
-
-
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
@@ -223,11 +218,7 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
 
 
 def _loss_type(chosen: ObjectiveSettings) -> str:
-    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
-
-    TRL reads it when it computes a loss of its own, which does not happen then, and refuses names that it does not
-    know.
-    """
+    """TRL's field ``loss_type`` for an objective of ours: TRL's name for the same loss, or one that it refuses."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -266,8 +257,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
     for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
         if getattr(args, name) != knobs.default_of(args, name):
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
-                f"`{place[0]}`={place[1]!r} does not honour it: leave one out"
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
+                "does not honour it: leave one out"
             )
     loss_type = None if chosen is None else _loss_type(chosen)
     for name, (expected, setting, value) in said.items():

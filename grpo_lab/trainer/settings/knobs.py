@@ -19,7 +19,7 @@ from grpo_lab import registry
 from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
 from grpo_lab.objectives.presets import OUR_PRESETS
-from grpo_lab.settings import from_json, read, refuse_unknown, typed
+from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import AdvantageSettings, LabSettings, ObjectiveSettings
 
 #: values of TRL's ``loss_type`` that only TRL computes
@@ -52,6 +52,7 @@ def with_registered(settings: LabSettings) -> LabSettings:
     module, colon, own = chosen.name.partition(":")
     if not colon:
         return settings
+    registry.working_folder_on_path()  # a team's module may stand there
     try:
         part = getattr(import_module(module), own, None)
     except ImportError as error:
@@ -73,7 +74,7 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these
     names; ours take TRL's defaults, too.
     """
-    part = surrogate_part(chosen)
+    part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
@@ -82,12 +83,11 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     _refuse_clip(args, part)
     known = registry.knobs_of(part) if isinstance(part, type) else {}
     flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **own}, "surrogate")  # type: ignore[no-any-return]
+    return _built(part, {**flat, **own}, "surrogate")
 
 
 def _refuse_clip(args: Any, part: Any) -> None:
-    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error. An object is
-    set already: it may have the same value there (``clip_in_force`` wrote it)."""
+    """A clip setting that is not TRL's default must be read; an object may have the same value (``clip_in_force``)."""
     known = registry.knobs_of(part)
     for name in CLIP:
         value = getattr(args, name)
@@ -100,17 +100,12 @@ def _refuse_clip(args: Any, part: Any) -> None:
             raise ValueError(f"{has_none} given as an object with {name}={getattr(part, name)}; set it there")
 
 
-def surrogate_part(chosen: ObjectiveSettings) -> Any:
-    """The class, function or object that ``objective`` names as its surrogate."""
-    return _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
-
-
 def aggregation_from(chosen: Any) -> Aggregation:
     """A name, ``"module:attribute"``, callable, or a mapping of a name and its knobs → the aggregation."""
     name, knobs = _named(chosen, "aggregation")
     part = _part(name, AGGREGATIONS, "aggregation")
     own = _checked(knobs, part, "aggregation", "aggregation", AGGREGATIONS)
-    return _built(part, own, "aggregation")  # type: ignore[no-any-return]
+    return _built(part, own, "aggregation")
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
@@ -147,23 +142,6 @@ def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
         )
 
 
-def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
-    """For each of the two settings that is a mapping: the class whose fields are its knobs, where there is one.
-
-    For readers of text, who must know which knobs are numbers.
-    """
-    written = {"objective": from_json(objective, "objective"), "advantage": from_json(advantage, "advantage")}
-    settings = with_registered(read(LabSettings, written))
-    chosen, found = settings.objective, {}
-    if chosen is not None:
-        found["objective"] = surrogate_part(chosen)
-    beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").rule
-    name, _ = advantage_choice(settings.advantage, beside)
-    if name is not None:
-        found["advantage"] = _part(name, {**RULES, **TOKEN_RULES}, "advantage")
-    return {setting: part for setting, part in found.items() if isinstance(part, type)}
-
-
 def in_words(part: Any, chosen: Any) -> str:
     """``name(knob=value, …)`` with the knobs that differ from their default, under the name that it was chosen by."""
     told = knobs_in_words(part, only_set=True)
@@ -192,10 +170,8 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
 
 
 def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless a default is not.
-
-    One that the part does not read is an error, not silence; one that no part of ``table`` has is misspelt.
-    """
+    """The knobs that are set, numbers and switches as the part declares them; finite, unless a default is not. One that
+    the part does not read is an error, not silence; one that no part of ``table`` has is misspelt."""
     is_class, known = isinstance(part, type), registry.knobs_of(part)
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
     own = {*ObjectiveSettings.__dataclass_fields__} - {"knobs"} if where == "objective" else {"name"}
@@ -206,8 +182,8 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
         if not is_class or name not in known:
             reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
             raise ValueError(
-                f"`{where}.{name}`={chosen[name]} has no effect on the {what} {name_of(part)!r}"
-                f"{reads if is_class else ' given as an object; set it there'}"
+                f"`{where}.{name}`={chosen[name]} has no effect on the {what} "
+                f"{name_of(part)!r}{reads if is_class else ' given as an object; set it there'}"
             )
     found = typed(chosen, part, where) if chosen else {}
     for name, value in found.items():

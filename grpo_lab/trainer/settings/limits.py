@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, trainer_log_levels
@@ -38,19 +38,14 @@ CHOICES: dict[str, Sequence[str]] = {
 SEEDS = 2**32
 
 
-class Range(NamedTuple):
-    """What a number must be, in words and as a question."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_FINITE = Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
-_ABOVE_0 = Range("a finite number above 0", lambda value: 0 < value < math.inf)
-_BELOW_1 = Range("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-_SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
-_PART = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-_COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
+#: what a number must be, in words and as a question
+Range = tuple[str, Callable[[Any], bool]]
+_FINITE: Range = "a finite number of at least 0", lambda value: 0 <= value < math.inf
+_ABOVE_0: Range = "a finite number above 0", lambda value: 0 < value < math.inf
+_BELOW_1: Range = "a number of at least 0 and below 1", lambda value: 0 <= value < 1
+_SHARE: Range = "a number from 0 to 1", lambda value: 0 <= value <= 1
+_PART: Range = "a number above 0 and at most 1", lambda value: 0 < value <= 1
+_COUNT: Range = "a whole number of at least 1", lambda value: value >= 1
 RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "dataloader_num_workers"), _FINITE
@@ -68,9 +63,9 @@ RANGES: dict[str, Range] = {
         ),
         _COUNT,
     ),
-    "seed": Range(f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
+    "seed": (f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
     "eval_steps": _FINITE,  # 0: as `logging_steps`
-    "max_steps": Range("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
+    "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
 #: read only where the strategy is `steps`
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
@@ -127,8 +122,7 @@ SUPERVISED_GONE: dict[str, str] = {
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range; ``where``: the
-    section, for messages (``"cold_start"``; empty for a flat setting)."""
+    """``ValueError`` for an unknown name or a number out of range; ``where``: the section, for messages."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)
@@ -139,12 +133,12 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     if not (values.get("max_steps") or -1) > 0:
         ranges["num_train_epochs"] = _ABOVE_0
     off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
-    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
-    for name, allowed in ranges.items():
+    ranges["top_k"] = ("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
+    for name, (words, holds) in ranges.items():
         value = values.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not allowed.holds(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not holds(value):
             more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
-            raise ValueError(f"`{prefix}{name}` is {value}; it must be {allowed.words}{more}")
+            raise ValueError(f"`{prefix}{name}` is {value}; it must be {words}{more}")
 
 
 def _text(strategy: Any) -> str:
