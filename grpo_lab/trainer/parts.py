@@ -84,7 +84,7 @@ class Parts:
         if trainer.use_vllm:
             trainer.vllm_generation.waiting = self.stop.wait
             if trainer.vllm_mode == "server":
-                trainer.vllm_generation.server_return.attach(trainer)
+                trainer.vllm_generation.server_return.trainer = trainer
             if self.guard.faults is not None:
                 made_by = trainer.vllm_generation
                 (made_by if trainer.vllm_mode == "server" else made_by.llm).on_fault = self.guard.engine_fault
