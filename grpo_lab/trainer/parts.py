@@ -64,7 +64,7 @@ class Parts:
             engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
             engine.waiting = self.stop.wait
             if served:
-                engine.server_return.attach(trainer)
+                engine.server_return.trainer = trainer
             if self.guard.faults is not None:
                 (engine if served else engine.llm).on_fault = self.guard.engine_fault
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
