@@ -143,7 +143,7 @@ def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp
         rows = load_file(done.folder / name, template="none")
         assert rows["question"] == [row["question"] for row in done.rows]
         assert rows["pass_rate"] == [row["pass_rate"] for row in done.rows]
-        with pytest.raises(ValueError, match="made with template none and the setting template is 'r1'"):
+        with pytest.raises(ValueError, match="made with template none and template is 'r1'"):
             load_file(done.folder / name, template="r1")
     source = str(done.folder / "curated.parquet")
     second = curate(
