@@ -41,8 +41,7 @@ class TokenBatch:
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
         sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
-        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one
-            (``value``).
+        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one.
     """
 
     logps: Tensor
@@ -89,11 +88,9 @@ class LocalRows:
 
     Args:
         rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
-        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it:
-            ranks differ.
+        mask: bool ``[B, T]``, True where a token carries loss. T: this rank's longest completion, so ranks differ.
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
-        rewards: float64 ``[B, T]`` with a critic: −β·k of each token, and a completion's rewards on its last one; else
-            ``None``.
+        rewards: float64 ``[B, T]``, only with a critic: −β·k of each token, a completion's rewards on its last one.
         values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
     """
 
@@ -109,14 +106,13 @@ class RewardTable:
     """Rewards of one generation batch, the same on every rank but for ``local``.
 
     Args:
-        values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the
-            table is small, and advantages are differences of nearly equal numbers, divided by small ones.
+        values: float64 ``[N, F]`` (given in any float type: advantages are differences of nearly equal numbers,
+            divided by small ones); NaN where a component could not score a completion.
         names: F component names.
         weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
         penalties: how many of the last columns were computed here (KL) and are no rewards.
-        steps: column of a step reward → its steps over all ranks (``advantages.StepTable``). The column itself holds
-            means.
+        steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
     """
 
@@ -156,8 +152,7 @@ class RewardTable:
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` with masked-out positions replaced by ``fill``; shape ``[B, T]``. Use on *inputs*, before exp or
-    log."""
+    """``values`` with ``fill`` at masked-out positions, ``[B, T]``. Use on *inputs*, before exp or log."""
     return values.expand(mask.shape).masked_fill(~mask, fill)
 
 
@@ -167,11 +162,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return selected.sum() if dim is None else selected.sum(dim)
 
 
-def token_counts(mask: Tensor) -> Tensor:
-    """Selected tokens per row, float ``[B]``, at least 1 so that an all-masked row divides to a differentiable zero."""
-    return mask.sum(-1).clamp(min=1).float()
-
-
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the selected tokens of each row, ``[B]``."""
-    return masked_sum(values, mask, dim=-1) / token_counts(mask)
+    """Mean over the selected tokens of each row, ``[B]``; a differentiable zero of an all-masked one."""
+    return masked_sum(values, mask, dim=-1) / mask.sum(-1).clamp(min=1).float()

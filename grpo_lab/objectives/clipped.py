@@ -3,8 +3,7 @@
 
 The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method ``literal(row,
 t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
-that defines it (a subclass that changes the tensors would not be what its parent wrote out). Without one nothing is
-compared.
+that defines it (a subclass may change the tensors). Without one nothing is compared.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Clipped:
     """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
 
     GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
-    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv
-    2507.18071).
+    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio: GSPO (arXiv 2507.18071).
 
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
@@ -59,11 +57,8 @@ class Clipped:
         if not self.high >= 0:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
         if self.delta is not None and not 1 + self.high < self.delta < math.inf:
-            raise ValueError(
-                f"`delta` (upper bound of the ratio) is {self.delta}; it must be a finite number above 1 + "
-                "`epsilon_high` = "
-                f"{1 + self.high:g}, or left out"
-            )
+            allowed = f"a finite number above 1 + `epsilon_high` = {1 + self.high:g}, or left out"
+            raise ValueError(f"`delta` (upper bound of the ratio) is {self.delta}; it must be {allowed}")
 
     @property
     def high(self) -> float:
@@ -72,7 +67,8 @@ class Clipped:
     def __call__(self, batch: TokenBatch) -> Tensor:
         ratio = batch.ratio
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
-        return -torch.min(self._bounded(ratio) * batch.advantages, clipped * batch.advantages)
+        bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        return -torch.min(bounded * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``.
@@ -93,9 +89,6 @@ class Clipped:
         clipped = min(max(ratio, 1 - self.epsilon), 1 + self.high)
         bounded = ratio if self.delta is None else min(ratio, self.delta)
         return -min(bounded * row.advantage, clipped * row.advantage)
-
-    def _bounded(self, ratio: Tensor) -> Tensor:
-        return ratio if self.delta is None else ratio.clamp(max=self.delta)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """A recipe resolved once: settings read, everything that it names loaded, built and looked at.
 
-The run and its dry run go through here: what one refuses before its first step, or sample, the other refuses in the
-same words.
+The run and its dry run go through here: what one refuses before its first step, the other refuses in the same words.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +72,12 @@ class Job:
 
     @classmethod
     def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
-        """``recipe``, its numbers read, with all that it names; nothing is written.
+        """``recipe``, its numbers read, with all that it names. ValueError: what cannot be loaded, built or trained.
 
         Args:
             config: its flat settings.
             here_only: a dry run, which may have no network and is to be quick.
             cold_start: whether the cold start is still to be made.
-
-        Raises:
-            ValueError: what cannot be loaded, built or trained.
         """
         check_trackers(config.report_to)
         if recipe.model.path is not None:
@@ -126,29 +121,21 @@ class Job:
             cold_start=recipe.cold_start,
             cold_rows=cold_rows,
             room=room,
-            facts=_facts(recipe),
+            facts={
+                "name": recipe.name,
+                "model": recipe.model.name,
+                "expected": recipe.model.expected,
+                "template": recipe.data.template,
+                "settings": dict(recipe.arguments),
+                "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
+                "data": recipe.data.loader,
+            },
         )
 
 
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "name": recipe.name,
-        "model": recipe.model.name,
-        "expected": recipe.model.expected,
-        "template": recipe.data.template,
-        "settings": dict(recipe.arguments),
-        "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
-        "data": recipe.data.loader,
-    }
-
-
 def lab_config(recipe: Recipe, **more: Any) -> Any:
-    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights.
-
-    Args:
-        more: settings in place of the recipe's (a dry run's, which has no GPU).
-    """
-
+    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights; ``more`` in place of its
+    own (a dry run's, which has no GPU)."""
     asked = recipe.arguments
     for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if asked.get(one) and asked.get(other):
@@ -174,7 +161,7 @@ def numbers_read(recipe: Recipe) -> Recipe:
     from grpo_lab.trainer.settings.knobs import kinds_of
     from grpo_lab.trainer.settings.parse import LabSettings
 
-    known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}
+    known = {field.name for kind in (LabConfig, Recipe) for field in fields(kind)} - {"arguments"}
     refuse_unknown(recipe.arguments, known, "the recipe", GONE)
     arguments = typed(recipe.arguments, LabConfig)
     for name in set(arguments) & set(hints_of(LabConfig)):
@@ -184,7 +171,7 @@ def numbers_read(recipe: Recipe) -> Recipe:
     for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
         if isinstance(arguments.get(name), Mapping):
             arguments[name] = typed(arguments[name], kind, name)
-    return dataclasses.replace(recipe, arguments=arguments)
+    return replace(recipe, arguments=arguments)
 
 
 def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
@@ -193,8 +180,7 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
     if when != "no" and recipe.eval_dataset is None:
         raise ValueError(
             f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, "
-            "such "
-            "as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
+            "such as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
         )
     if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
         raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
@@ -215,13 +201,9 @@ def questions(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> Questions:
-    """The sections of a recipe as what they name.
+    """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged.
 
-    Args:
-        here_only: a dry run, which may have no network.
-
-    Raises:
-        ValueError: what cannot be loaded or judged.
+    ``here_only``: a dry run, which may have no network.
     """
     load = rows_here if here_only else load_rows
     judge = parts.build_reward(reward, "reward")
@@ -246,8 +228,7 @@ def check_model(
 ) -> tuple[Any, Any] | None:
     """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them.
 
-    Raises:
-        ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
+    ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
     """
     if model.path is not None:
         check_place(model.path)

@@ -61,9 +61,8 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError(
-                "`model` needs exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
-            )
+            said = "exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
+            raise ValueError(f"`model` needs {said}")
 
     @property
     def name(self) -> str:
@@ -90,8 +89,7 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its
-    arguments."""
+    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; weight, arguments."""
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
@@ -176,11 +174,9 @@ class Recipe:
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections).
 
-    Raises:
-        ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
+    ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
     """
-    written = read_yaml(path, overrides)
-    return recipe_from(written, default_name=Path(path).stem)
+    return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
 
 
 TELLING = {
@@ -199,10 +195,8 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
         if other != command:
-            said = f"`method: {key}`" if key == written.get("method") else f"`{key}`"
-            raise ValueError(
-                f"this is a recipe of `grpo-lab {other}`, since it has {said}; `grpo-lab {command}` takes another"
-            )
+            said = f"since it has `{'method: ' * (key == written.get('method'))}{key}`"
+            raise ValueError(f"this is a recipe of `grpo-lab {other}`, {said}; `grpo-lab {command}` takes another")
     if "output_dir" in written and written["output_dir"] in (None, ""):
         raise ValueError("`output_dir` is empty; name a folder, or leave it out")
 
@@ -230,8 +224,7 @@ class SamplingSettings:
         batch_size: completions that transformers makes at once (vLLM batches by itself).
         problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
         seed: everything sampled follows from it, from the prompts and from the two sizes above.
-        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`,
-            …).
+        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, …).
         use_cpu: stay on the CPU where there is a GPU.
     """
 

@@ -79,8 +79,7 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
 def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
     """Starts of at most `bins` bins with the smallest possible largest footprint ≤ budget; None if they do not suffice.
 
-    Bisection on the footprint: the number of bins that the greedy walk needs falls as the footprint grows. A row longer
-    than the footprint stands alone.
+    Bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row stands alone.
     """
 
     def needed(footprint: int) -> int:
@@ -169,8 +168,8 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
     lighter ranks in ascending order and stops when the heaviest rank cannot be helped.
     """
     bin_of = bin_of.copy()
-    _, limit = _limits(lengths, bin_of, rounds, budget)
-    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
+    limit = _limits(lengths, bin_of, rounds, budget)
+    load = loads_of(lengths, ranks[bin_of], num_ranks)
     rows_of = [np.flatnonzero(ranks[bin_of] == r) for r in range(num_ranks)]  # rows per rank: swaps keep their number
     work = 0
     while load.max() * num_ranks > EVEN_ENOUGH * load.sum() and work < SWAP_WORK:
@@ -199,8 +198,8 @@ def bring_home(
     length. No swap takes a row from home.
     """
     bin_of = bin_of.copy()
-    _, limit = _limits(lengths, bin_of, rounds, budget)
-    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
+    limit = _limits(lengths, bin_of, rounds, budget)
+    load = loads_of(lengths, ranks[bin_of], num_ranks)
     enough = EVEN_ENOUGH * load.sum() / num_ranks
     away_on = [np.flatnonzero((ranks[bin_of] == r) & (homes != r)) for r in range(num_ranks)]
     for row in range(lengths.size):
@@ -226,14 +225,24 @@ def bring_home(
     return bin_of
 
 
-def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> tuple[Ints, Ints]:
-    """Rows of each bin [b], and the longest row that it may take without making its round longer [b]."""
+def longest_of(values: Ints, of: Ints, count: int) -> Ints:
+    """The largest of the values of each of `count` groups, which `of` names; 0 of none."""
+    found = np.zeros(count, dtype=np.int64)
+    np.maximum.at(found, of, values)
+    return found
+
+
+def loads_of(lengths: Ints, rank_of: Ints, num_ranks: int) -> Ints:
+    """Tokens of each rank [R]."""
+    return np.bincount(rank_of, weights=lengths, minlength=num_ranks).astype(np.int64)
+
+
+def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> Ints:
+    """The longest row that each bin may take without making its round longer [b]."""
     counts = np.bincount(bin_of, minlength=rounds.size)
-    longest = np.zeros(rounds.size, dtype=np.int64)
-    np.maximum.at(longest, bin_of, lengths)
-    largest = np.zeros(int(rounds.max()) + 1, dtype=np.int64)
-    np.maximum.at(largest, rounds, counts * longest)
-    return counts, np.maximum(np.minimum(largest[rounds], budget) // counts, longest)
+    longest = longest_of(lengths, bin_of, rounds.size)
+    largest = longest_of(counts * longest, rounds, int(rounds.max()) + 1)
+    return np.maximum(np.minimum(largest[rounds], budget) // counts, longest)
 
 
 def _best_swap(

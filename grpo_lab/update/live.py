@@ -84,8 +84,7 @@ class LiveConditions:
 #: condition → the sentence for the log
 _NEED_STOCK: dict[str, str] = {
     "local_average": "the average `{value}` divides by the tokens of its own micro-batch (as loss_type='bnpo'), so "
-    "its value depends on "
-    "which rows share one; `token_mean` (loss_type='dapo') divides by all of them",
+    "its value depends on which rows share one; `token_mean` (loss_type='dapo') divides by all of them",
     "moe_aux_loss": "the load-balancing loss of the experts (router_aux_loss_coef={value}) reads every token; 0 "
     "switches it off",
     "dropout": "dropout is active (p={value}), and its masks are to be the ones that TRL draws in its own batches "
@@ -96,25 +95,19 @@ _NEED_STOCK: dict[str, str] = {
     "module_dropout of an adapter, "
     "or whole channels), so rows in other batches are random together in another way; 0 switches it off",
     "layer_drop": "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn "
-    "anew for each "
-    "micro-batch, for all of its rows; layerdrop=0 there switches it off",
+    "anew for each micro-batch, for all of its rows; layerdrop=0 there switches it off",
     "router_noise": "noise is added in the experts' routing (router_jitter_noise={value} in the model's config; DBRX "
-    "calls it "
-    "moe_jitter_eps), and it depends on the layout of the micro-batches; 0.0 there switches it off",
+    "calls it moe_jitter_eps), and it depends on the layout of the micro-batches; 0.0 there switches it off",
     "random_forward": "the model's forward drew random numbers in the first step that no dropout setting tells of, "
-    "so it may depend on "
-    "the layout of the micro-batches",
+    "so it may depend on the layout of the micro-batches",
     "embedding_noise": "noise is added to the embeddings (neftune_noise_alpha={value}), as large as the padded width "
-    "of a micro-batch "
-    "makes it; None switches it off",
+    "of a micro-batch makes it; None switches it off",
     "mixed_rows": "a row's output depends on the other rows of its batch: {value}",
     "moved_positions": "a row cannot be re-aligned without changing its log-probs: {value}",
     "state_reads_padding": "the model carries a recurrent state through padding, which it does not mask, so a row's "
-    "log-probs depend on "
-    "how far it is padded (no setting changes that)",
+    "log-probs depend on how far it is padded (no setting changes that)",
     "multimodal": "the model takes images, and the data may bring some (a column of images, prompts that are not "
-    "plain text, tools, an "
-    "environment), which are not one tensor row per row",
+    "plain text, tools, an environment), which are not one tensor row per row",
 }
 #: conditions that hold as they are where the distribution is enough
 _ONLY_FOR_SAME_DRAWS = ("dropout",)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from grpo_lab.advantages import advantage_rule
-from grpo_lab.advantages.groups import sample_std
+from grpo_lab.advantages.group import sample_std
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried
