@@ -155,10 +155,14 @@ class GroupZScore:
 
 @dataclass(frozen=True)
 class BatchZScore(GroupZScore):
-    """Â_i = (r_i − mean of its group)/(std of the whole batch + ε), with the knobs of ``GroupZScore``.
+    """Â_i = (r_i − mean of its group)/(std of the whole batch + ε).
 
     Source: "Tricks or Traps" (arXiv 2508.08221, §4.1, group-level mean with batch-level std); TRL's
     ``scale_rewards="batch"``. Keeps GRPO's scale without its per-question weights.
+
+    Args:
+        epsilon: added to the standard deviation, ≥ 0.
+        std: ``sample`` (n − 1 in the denominator, as TRL) or ``population`` (n).
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:

@@ -64,7 +64,8 @@ class Returns:
 
     Args:
         gamma: γ in [0, 1], per own token.
-        delta: a rule of ``DELTAS``: what becomes of the rewards of a group.
+        delta: what becomes of a group's rewards: ``raw``, ``group_mean``, ``group_zscore``, ``leave_one_out``,
+            ``group_max``.
     """
 
     level: ClassVar[str] = "token"

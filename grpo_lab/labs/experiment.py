@@ -88,7 +88,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     if waiting:
         experiment.prepare(options)
     with ThreadPoolExecutor(options.jobs) as pool:
-        ran = pool.map(lambda cell: _in_own_process(*cell, options.folder), waiting)
+        ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
         failed = [why for why in ran if why]
     if found := records(arms, options):
         print(f"\n{experiment.report(found, options)}", flush=True)
@@ -111,7 +111,7 @@ def records(arms: Sequence[str], options: Options) -> Found:
     return found
 
 
-def _in_own_process(arm: str, seed: int, folder: Path) -> str | None:
+def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:
     """Why the cell has no record after this; None if it has."""
     record = record_file(folder, arm, seed)
     log = Path(f"{record.parent}.log")

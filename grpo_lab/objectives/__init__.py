@@ -14,8 +14,7 @@ from grpo_lab.objectives.aggregation import (
     sequence_sum,
     token_mean,
 )
-from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped, LiteralRow, Unclipped
+from grpo_lab.objectives.clipped import Clipped, DetachedWeight, LiteralRow, Reinforce, Unclipped
 from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
@@ -28,7 +27,6 @@ from grpo_lab.objectives.ratios import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from grpo_lab.objectives.reinforce import Reinforce
 
 __all__ = [
     "AGGREGATIONS",

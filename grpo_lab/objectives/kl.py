@@ -157,18 +157,15 @@ class KLTerm:
     control: AdaptiveKL | None = None
 
     def __post_init__(self) -> None:
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"`kl.estimator` is {self.estimator!r}; it must be one of {ESTIMATORS}")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"`kl.placement` is {self.placement!r}; it must be one of {PLACEMENTS}")
+        for name, allowed in (("estimator", ESTIMATORS), ("placement", PLACEMENTS), ("per", PER)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`kl.{name}` is {getattr(self, name)!r}; it must be one of {allowed}")
         if not 0 <= self.coefficient < math.inf:
             raise ValueError(f"`kl.coefficient` (β) is {self.coefficient}; it must be a finite number ≥ 0")
         if self.placement == "reward" and self.ratio_weighted:
             raise ValueError("`kl.ratio_weighted` has no effect with `kl.placement: reward`; leave it out")
         if self.placement == "loss" and self.estimator == "k1_clamped":
             raise ValueError("`kl.estimator: k1_clamped` is for `kl.placement: reward`; in the loss use k2 or k3")
-        if self.per not in PER:
-            raise ValueError(f"`kl.per` is {self.per!r}; it must be one of {PER}")
         if self.per == "token" and self.placement == "loss":
             raise ValueError("`kl.per` has no effect with `kl.placement: loss`: there every token pays; leave it out")
         if not (math.isfinite(self.gamma) and 0 <= self.gamma <= 1):

@@ -122,5 +122,7 @@ def _safe_inputs(batch: TokenBatch) -> TokenBatch:
 
     names = ("logps", "old_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
-    whole = {name: one for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape}
+    whole: dict[str, Any] = {
+        name: one for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape
+    }
     return replace(batch, **{name: safe(one, batch.mask) for name, one in whole.items()})

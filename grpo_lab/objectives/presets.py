@@ -12,11 +12,9 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.objectives.aggregation import AGGREGATIONS
-from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped, Unclipped
+from grpo_lab.objectives.clipped import Clipped, DetachedWeight, Reinforce, Unclipped
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
-from grpo_lab.objectives.reinforce import Reinforce
 from grpo_lab.settings import did_you_mean
 
 

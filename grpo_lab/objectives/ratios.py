@@ -56,7 +56,7 @@ _LEVELS = {
 
 
 def log_ratio(level: str, logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio at ``level``: ``[B, T]`` (``token``, ``sequence_token``) or ``[B, 1]`` (``sequence``, ``product``)."""
+    """The log-ratio at ``level``: ``[B, T]``, for ``sequence`` and ``product`` ``[B, 1]``."""
     if level not in _LEVELS:
         raise ValueError(f"`ratio` is {level!r}; it must be one of {RATIO_LEVELS}")
     return _LEVELS[level](logps, old_logps, mask)

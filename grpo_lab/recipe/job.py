@@ -14,17 +14,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.io import check_place
-from grpo_lab.recipe import parts
-from grpo_lab.recipe.checks import (
-    check_columns,
-    check_held_out,
-    check_room,
-    check_trackers,
-    cold_start_rows,
-    evaluation_tokens,
-    no_room,
-    shortest_prompt,
-)
+from grpo_lab.recipe import checks, parts
 from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
@@ -79,7 +69,7 @@ class Job:
             here_only: a dry run, which may have no network and is to be quick.
             cold_start: whether the cold start is still to be made.
         """
-        check_trackers(config.report_to)
+        checks.check_trackers(config.report_to)
         if recipe.model.path is not None:
             check_place(recipe.model.path)
         trainer = parts.trainer_class(recipe.trainer)
@@ -89,7 +79,7 @@ class Job:
         rows = load(recipe.data, "data")
         if rows is not None:
             parts.check_golds(rows, rewards)
-            check_columns(recipe, trainer, rows, rewards)
+            checks.check_columns(recipe, trainer, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
@@ -98,13 +88,13 @@ class Job:
         model = tokenizer_and_config(recipe.model, here_only)
         cold_rows = None
         if recipe.cold_start is not None and cold_start:
-            cold_rows = cold_start_rows(recipe.cold_start, model, here_only)
-        room = check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+            cold_rows = checks.cold_start_rows(recipe.cold_start, model, here_only)
+        room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         if evaluation is not None:
-            evaluation = replace(evaluation, max_new_tokens=evaluation_tokens(recipe))
+            evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -239,9 +229,9 @@ def check_model(
     words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
         if shortest is not None and shortest + limit > min(lengths):
-            raise no_room(limit, min(lengths))
+            raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None and context is not None:
-        check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
+        checks.check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
     return known

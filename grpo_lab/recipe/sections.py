@@ -1,8 +1,6 @@
-"""A recipe: one short YAML that says everything a run is.
+"""A recipe: one short YAML that says everything a run is: arguments, and no program.
 
-Our sections are ``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, ``eval_dataset``, ``callbacks``,
-``tools``, ``environment_factory``, plus ``name`` and ``trainer``; every other key is a field of ``LabConfig``, flat, as
-TRL users write it. A recipe is arguments, not a program.
+Our sections are the fields of ``Recipe``; every other key is a field of ``LabConfig``, flat, as TRL users write it.
 """
 
 from __future__ import annotations
@@ -34,11 +32,9 @@ from grpo_lab.settings import (
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """``steps`` of the word problems is a pair, and YAML has lists."""
-    if "steps" not in arguments:
-        return arguments
-    if not isinstance(arguments["steps"], list | tuple):
+    if not isinstance(steps := arguments.get("steps", ()), list | tuple):
         raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
-    return {**arguments, "steps": tuple(arguments["steps"])}
+    return {**arguments, "steps": tuple(steps)} if "steps" in arguments else arguments
 
 
 @settings()
@@ -71,11 +67,9 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``humaneval``, ``mbpp``, or one that makes them:
-    ``word_problems``, ``coding_tasks``, ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
+    """Rows, by one of our loaders (``recipe.rows.LOADERS``) or a team's ``"module:attribute"``.
 
     Args:
-        loader: which loader of ``grpo_lab.data``.
         template: prompt template (``r1``, ``qwen_math``, ``none``, ``chat``); scores move by tens of points with it.
         limit: keep the first ``limit`` rows.
         arguments: everything else, handed to the loader (``source``, ``split``, ``n``, ``seed``, ``steps``, …).
@@ -97,7 +91,6 @@ class RewardSection:
 
 
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
-"""What judges answers where a recipe does not say."""
 
 
 @settings(bare="name", rest="arguments")
@@ -110,11 +103,9 @@ class PartSection:
 
 @settings(rest="arguments")
 class ColdStartSection:
-    """``cold_start``: supervised start on worked solutions with TRL's SFTTrainer.
+    """``cold_start``: supervised start on worked solutions (a column ``worked_solution``) with TRL's SFTTrainer.
 
-    Args:
-        data: rows with a column ``worked_solution``.
-        arguments: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
+    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
     """
 
     data: DataSection
@@ -126,7 +117,6 @@ class EvaluationSection:
     """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
 
     Args:
-        data: held-out rows.
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
         max_new_tokens, batch_size, n_samples, temperature: of the generation; tokens, rows, completions a problem.
         before: also evaluate the model that RL starts from.

@@ -113,6 +113,9 @@ def tiny_model(
     Raises:
         ValueError: unknown architecture, sizes that do not divide, a tokenizer folder that is not there.
     """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     if num_kv_heads is None:
         num_kv_heads = num_heads
     if architecture not in ARCHITECTURES:
@@ -138,7 +141,12 @@ def tiny_model(
         "eos_token_id": words.eos_token_id,
         "bos_token_id": None,
     }
-    return _build(architecture, sizes, seed), words
+    if architecture == "qwen2":
+        del sizes["head_dim"]  # Qwen2 has no such setting
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
+    return model, words
 
 
 def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -153,18 +161,6 @@ def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None) -> P
 
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     return loaded
-
-
-def _build(architecture: str, sizes: dict[str, Any], seed: int) -> PreTrainedModel:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if architecture == "qwen2":
-        del sizes["head_dim"]  # Qwen2 has no such setting
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
-    return model
 
 
 @dataclass
