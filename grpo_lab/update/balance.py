@@ -187,44 +187,6 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
     return bin_of
 
 
-def bring_home(
-    lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, homes: Ints, num_ranks: int, budget: int
-) -> Ints:
-    """Swap rows so that more of them are computed on the rank that holds them; returns the new bin of every row [n].
-
-    A row away from home changes places with one that is away on its home rank, if each fits into the other's bin
-    without making its round longer or passing the budget, and neither rank then has more live tokens than `EVEN_ENOUGH`
-    × mean or than the fuller of the two had. Of several the one that comes home itself, then the one most alike in
-    length. No swap takes a row from home.
-    """
-    bin_of = bin_of.copy()
-    limit = _limits(lengths, bin_of, rounds, budget)
-    load = loads_of(lengths, ranks[bin_of], num_ranks)
-    enough = EVEN_ENOUGH * load.sum() / num_ranks
-    away_on = [np.flatnonzero((ranks[bin_of] == r) & (homes != r)) for r in range(num_ranks)]
-    for row in range(lengths.size):
-        here, home = int(ranks[bin_of[row]]), int(homes[row])
-        if here == home:
-            continue
-        others = away_on[home]
-        gained = lengths[row] - lengths[others]  # by the home rank
-        most = max(enough, int(load[here]), int(load[home]))
-        fits = (lengths[row] <= limit[bin_of[others]]) & (lengths[others] <= limit[bin_of[row]])
-        fits &= (load[home] + gained <= most) & (load[here] - gained <= most)
-        if not fits.any():
-            continue
-        order = np.lexsort((np.abs(gained), homes[others] != here, ~fits))
-        other = int(others[order[0]])
-        bin_of[row], bin_of[other] = bin_of[other], bin_of[row]
-        load[home] += lengths[row] - lengths[other]
-        load[here] -= lengths[row] - lengths[other]
-        away_on[home] = others[others != other]
-        away_on[here] = away_on[here][away_on[here] != row]
-        if homes[other] != here:
-            away_on[here] = np.append(away_on[here], other)
-    return bin_of
-
-
 def longest_of(values: Ints, of: Ints, count: int) -> Ints:
     """The largest of the values of each of `count` groups, which `of` names; 0 of none."""
     found = np.zeros(count, dtype=np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grpo_lab.update.balance import Ints, assign_bins, bring_home, choose_cuts, even_out, loads_of, longest_of
+from grpo_lab.update.balance import Ints, assign_bins, choose_cuts, even_out, loads_of, longest_of
 
 DEFAULT_OVERHEAD_TOKENS = 64
 
@@ -112,14 +112,7 @@ def _at_least(least: int, **counts: int) -> None:
             raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}.")
 
 
-def plan_update(
-    rows: Rows,
-    num_ranks: int,
-    max_tokens: int,
-    *,
-    overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS,
-    keep_home: bool = False,
-) -> Plan:
+def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS) -> Plan:
     """Distribute the live rows over ranks and bins.
 
     Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer
@@ -127,14 +120,10 @@ def plan_update(
     plan, and a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
 
     max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, expressed in tokens;
-    larger gives fewer, wider bins. keep_home: leave rows on the rank that holds them where that makes no round longer
-    (each rank holds as many rows of the table, in order). Other rows then share a bin: the same gradient up to
-    rounding, fewer bytes moved. What it is worth stands in docs/benchmarks.md; the trainer does not ask for it.
+    larger gives fewer, wider bins.
     """
     _at_least(1, num_ranks=num_ranks, max_tokens=max_tokens)
     _at_least(0, overhead_tokens=overhead_tokens)
-    if keep_home and len(rows) % num_ranks:
-        raise ValueError(f"keep_home needs as many rows on every rank; got {len(rows)} rows for {num_ranks} ranks.")
     table, lengths = _longest_first(rows)
     if not table.size:
         return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks)
@@ -142,9 +131,6 @@ def plan_update(
     rounds, ranks = assign_bins(lengths, starts, num_ranks)
     bin_of = np.repeat(np.arange(starts.size), np.diff(np.append(starts, lengths.size)))
     bin_of = even_out(lengths, bin_of, rounds, ranks, num_ranks, max_tokens)
-    if keep_home:
-        homes = table // (len(rows) // num_ranks)
-        bin_of = bring_home(lengths, bin_of, rounds, ranks, homes, num_ranks, max_tokens)
     return _lay_out(table, lengths, bin_of, rounds, ranks, num_ranks)
 
 
