@@ -12,9 +12,8 @@ T      completion tokens, left-aligned: token 0 is the first token of the comple
 
 Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-Masking selects, it does not multiply: ``nan * 0`` is ``nan``, so a masked position must be replaced before it is
-summed, and its gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was
-finite when its gradient was formed; callers therefore make inputs safe first (``safe``), compute, then select.
+Masking selects, it does not multiply: ``nan * 0`` is ``nan``, and a masked position's gradient must be an exact zero,
+which it is where the unselected branch was finite: make inputs safe first (``safe``), compute, then select.
 """
 
 from __future__ import annotations
@@ -63,11 +62,10 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What a sum over tokens is divided by. Counted by the trainer over the whole optimizer step and all ranks.
+    """What a sum over tokens is divided by: counts of the whole optimizer step over all ranks, made by the trainer.
 
-    Data-parallel training averages gradients over ranks, so each global count is divided by the number of ranks:
-    ``rows = rows of the optimizer step over all ranks / ranks``, and likewise ``tokens``. Counted *before* any row is
-    left out, hence independent of how rows are cut into micro-batches.
+    Data-parallel training averages gradients over ranks, so each count is divided by the number of ranks. Counted
+    *before* any row is left out, hence independent of how rows are cut into micro-batches.
 
     Args:
         rows: completions.
@@ -142,8 +140,8 @@ class RewardTable:
     def total(self) -> Tensor:
         """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
 
-        Rewards have the resolution of float32 (TRL gathers them so), hence the sum of them has, too: 0.1 + 0.2 and 0.3
-        are the same reward, and a group of such is dead. Penalties are added in float64.
+        Rewards, as TRL gathers them, and so their sum, have float32's resolution: 0.1 + 0.2 and 0.3 are the same, and a
+        group of such is dead. Penalties are added in float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
         rewards = weighted.size(1) - self.penalties

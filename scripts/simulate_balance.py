@@ -132,7 +132,7 @@ def table_row(
         plans.append(plan)
         others.append((*stock(rows, num_ranks), max(1.0, longest * num_ranks / plan.tokens_live), seconds))
     stock_even, stock_step, bound, seconds = np.mean(others, axis=0)
-    even = [plan.max_over_mean for plan in plans]
+    even = [over_mean(plan.live_per_rank) for plan in plans]
     step = np.mean([plan.step_tokens for plan in plans])
     live_rows = np.mean([sum(len(one) for bins in plan.bins for one in bins) for plan in plans]) / num_ranks
     return [
@@ -144,14 +144,20 @@ def table_row(
         f"{np.mean(even):.3f}",
         f"{max(even):.3f}",
         f"{bound:.3f}",
-        f"{np.mean([plan.computed_max_over_mean for plan in plans]):.3f}",
+        f"{np.mean([over_mean(plan.computed_per_rank) for plan in plans]):.3f}",
         f"{np.mean([plan.padding_share for plan in plans]):.1%}",
-        f"{np.mean([plan.num_bins for plan in plans]):.1f}",
+        f"{np.mean([len(plan.bins[0]) for plan in plans]):.1f}",
         f"{stock_step:,.0f}",
         f"{step:,.0f}",
         f"{stock_step / step:.1f}×",
         f"{1000 * seconds:.0f}",
     ]
+
+
+def over_mean(per_rank: tuple[int, ...]) -> float:
+    """The fullest rank over the mean of all ranks; 1 where there is nothing."""
+    total = sum(per_rank)
+    return max(per_rank) * len(per_rank) / total if total else 1.0
 
 
 def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
@@ -179,7 +185,8 @@ def exchange_row(groups: Groups, num_ranks: int, rows: int, dead: float, seeds: 
         plan = plan_update(table, num_ranks, budget)
         seconds = time.process_time() - start
         size, moved = received(plan, table, num_ranks)
-        numbers += [size.mean() / 1e6, size.max() / 1e6, moved, plan.max_over_mean, plan.step_tokens, 1e3 * seconds]
+        numbers += [size.mean() / 1e6, size.max() / 1e6, moved, over_mean(plan.live_per_rank)]
+        numbers += [plan.step_tokens, 1e3 * seconds]
         found.append(numbers)
     was, *now = np.mean(found, axis=0)
     return [

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.group import RULES, BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
 from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
 from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, token_rule, whiten
@@ -18,14 +18,6 @@ AdvantageRule = Callable[[Tensor, int], Tensor]
 
 A class attribute ``level`` says what it makes: ``"row"`` (the default) or, in two stages, ``"token"``."""
 
-RULES: dict[str, Callable[..., AdvantageRule]] = {
-    "raw": Raw,
-    "group_mean": GroupMean,
-    "group_zscore": GroupZScore,
-    "batch_zscore": BatchZScore,
-    "leave_one_out": LeaveOneOut,
-    "group_max": GroupMax,
-}
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 

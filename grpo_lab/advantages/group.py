@@ -8,17 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def by_group(rewards: Tensor, group_size: int) -> Tensor:
-    """``[N] -> [N/G, G]`` in float64, after checking the door.
-
-    Advantages are differences of nearly equal numbers, divided by a small spread: in float32 rewards of 1 that differ
-    by a KL penalty of 1e-4 keep three digits of it.
-    """
+    """``[N] -> [N/G, G]`` in float64 (in float32 rewards of 1 keep three digits of a KL penalty of 1e-4), checked."""
     if rewards.dim() != 1 or not rewards.is_floating_point():
         raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
     if group_size < 1 or rewards.numel() % group_size:
@@ -31,8 +28,7 @@ def by_group(rewards: Tensor, group_size: int) -> Tensor:
 def group_average(grouped: Tensor) -> Tensor:
     """NaN-aware mean of each group, ``[N/G, 1]``. A dead group's mean is its common reward *exactly*.
 
-    ``mean([0.1] * 6)`` rounds to something else than 0.1; the group would then get advantages of 1e-9 where the formula
-    says 0, and its rows could not be skipped.
+    ``mean([0.1] * 6)`` rounds to something else: such rows, where the formula says 0, could not be skipped.
     """
     first = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     return torch.where(is_dead(grouped).unsqueeze(1), first, grouped.nanmean(dim=1, keepdim=True))
@@ -169,3 +165,13 @@ class BatchZScore(GroupZScore):
         grouped = by_group(rewards, group_size)
         std = DEVIATIONS[self.std](grouped.reshape(-1), 0, False)
         return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "raw": Raw,
+    "group_mean": GroupMean,
+    "group_zscore": GroupZScore,
+    "batch_zscore": BatchZScore,
+    "leave_one_out": LeaveOneOut,
+    "group_max": GroupMax,
+}

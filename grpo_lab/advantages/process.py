@@ -84,13 +84,12 @@ class StepTable:
 class Process:
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
-    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε is not given there; it is that of
-    ``group_zscore``, and so is the standard deviation (``std``), so that with one step a completion, ending at its last
-    token, this is outcome GRPO to the last bit.
+    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:
+    with one step a completion, ending at its last token, this is outcome GRPO to the last bit.
 
-    Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of
-    this rank's rows only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one
-    and steps that could not be scored get nothing; a group whose steps all score alike is dead.
+    Two stages: ``normalised`` on the small ragged table of all ranks, ``spread`` on the tokens of this rank's rows.
+    Tokens after a row's last scored step, rows without one and steps that could not be scored get nothing; a group
+    whose steps all score alike is dead.
 
     Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
     the group, where the outcome is the weighted sum of all columns that hold no steps.

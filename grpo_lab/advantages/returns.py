@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.group import RULES
 from grpo_lab.batch import RewardTable, safe
 
 
@@ -22,9 +21,8 @@ def _check_share(name: str, value: float) -> None:
 def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = Σ_{s ≥ t, s own} γ^{n(t,s)} · v_s, with n(t,s) own tokens from t (inclusive) to s (exclusive).
 
-    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps, pay nothing and get
-    0. Computed by doubling (after pass k a token holds its next 2ᵏ own tokens), so T tokens take log₂ T passes and
-    every number is a sum of T terms at most.
+    Own are the tokens that the policy made (``mask``): tool output and padding are no time steps and get 0. Computed by
+    doubling (after pass k a token holds its next 2ᵏ own tokens), in log₂ T passes.
 
     Args:
         values: ``[B, T]``; read only where ``mask`` is True.
@@ -42,21 +40,15 @@ def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     return torch.zeros_like(summed).scatter(1, order, summed).masked_fill(~mask, 0.0)
 
 
-DELTAS: dict[str, Callable[[], Any]] = {
-    "raw": Raw,
-    "group_mean": GroupMean,
-    "group_zscore": GroupZScore,
-    "leave_one_out": LeaveOneOut,
-    "group_max": GroupMax,
-}
+DELTAS = {name: rule for name, rule in RULES.items() if name != "batch_zscore"}
 
 
 @dataclass(frozen=True)
 class Returns:
     """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}: r_{i,k} is the delta of the reward on the last own token and 0 before.
 
-    n(t,k) counts the tokens that the policy made from t (inclusive) to k (exclusive): tool output and padding are no
-    time steps, so Â_{i,t} = γ^{own tokens after t} · Δ_i. With γ = 1 this is the row rule ``delta`` on every token.
+    n(t,k) counts own tokens as in ``reward_to_go``, so Â_{i,t} = γ^{own tokens after t} · Δ_i: with γ = 1 the row rule
+    ``delta`` on every token.
 
     Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta what is taken off
     depends on how long the completion still goes on: it is no baseline then but a part of the reward
@@ -94,9 +86,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
         δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
 
-    t⁺ is the next token that the policy made, and n(t,s) counts those from t (inclusive) to s (exclusive): tool output
-    and padding are no time steps (``mask``). After the last one the value is 0: a completion is an episode, whether it
-    ended by itself or was cut. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
+    t⁺ is the next own token, and n(t,s) counts as in ``reward_to_go``. After the last one the value is 0: a completion
+    is an episode, also one that was cut. λ = 1 and V = 0 give the reward-to-go; λ = 0 the one-step error δ.
 
     Args:
         rewards: ``[B, T]``, read only where ``mask`` is True.

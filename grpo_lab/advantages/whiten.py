@@ -5,9 +5,8 @@ Whether a rule makes one advantage a completion or one a token: an attribute of 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
     level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); finite
 
-A rule of level ``token`` works in two stages. One: statistics, on the table of all ranks (``values``, ``total``,
-``steps``), which is small and the same everywhere. Two: spread on ``table.local`` (``rows``, ``mask``, ``lengths``), so
-that ``[N, T]`` exists nowhere. What it puts on tokens without loss is not read.
+A rule of level ``token`` works in two stages: statistics on the table of all ranks, which is small and the same
+everywhere; then spread on ``table.local``, so that ``[N, T]`` exists nowhere. Tokens without loss are not read.
 """
 
 from __future__ import annotations

@@ -99,11 +99,8 @@ def draw(
     right_unit: str = "",
     x_unit: str = "optimizer step",
 ) -> Chart:
-    """Lay ``lines``, of which at least one must have a point, out over a common axis, named ``x_unit``.
-
-    share: values in [0, 1] shown as per cent. rule: a level to compare with. right: lines with an axis of their own
-    (from 0, in ``right_unit``) at the right.
-    """
+    """``lines``, of which one must have a point, over a common axis, named ``x_unit``; ``right``: with an own one from
+    0 at the right. share: values in [0, 1], as per cent. rule: a level to compare with."""
     lines, right = ([line for line in some if line.points] for some in (lines, right))
     every = [*lines, *right]
     show = _percent if share else _plain

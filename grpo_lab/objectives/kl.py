@@ -10,11 +10,10 @@ k2     x²/2          biased                                reverse KL of each n
 k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(π_ref‖π) of each next token
 =====  ============  ====================================  ===========================================
 
-"Of each next token": the probabilities of the prefixes are held fixed, so a token is not charged for the divergence
-that it leads to later. *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the
-gradient of the KL of whole completions exactly; so does k1 per token, where token t pays for t and what comes after it
-(the policy-gradient theorem: what lies before is no consequence of it), with less noise. ``k1_clamped`` = max(k1, 0)
-never pays the policy for a token that the reference likes better; it overstates the KL, and is for the reward only.
+"Of each next token": the prefixes are held fixed, so a token is not charged for the divergence that it leads to later.
+*In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of the KL of whole
+completions exactly; so does k1 per token, where token t pays for t and what comes after it, with less noise.
+``k1_clamped`` = max(k1, 0) never pays for a token that the reference likes better; it overstates the KL: reward only.
 TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2.
 
 Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per
@@ -32,7 +31,6 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_sum, safe
 
-ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "k1_clamped")
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
 PER: tuple[str, ...] = ("sequence", "token")
 MAX_LOG_RATIO = 80.0
@@ -69,6 +67,7 @@ def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -
 
 
 _ESTIMATES = {"k1": k1, "k2": k2, "k3": k3, "k1_clamped": k1_clamped}
+ESTIMATORS = tuple(_ESTIMATES)
 
 
 #: the error that acts is held at ± this much of the target (Ziegler et al.; TRL's old PPO)

@@ -1,7 +1,7 @@
 """The model that a recipe names: a folder here or a hub name, what may be in it, loading it, and a digest of its files.
 
-Weights alone do not name a model: another chat template, tokenizer or `generation_config.json` beside the same weights
-writes other completions (one model's pass rate went from 12.5% to 60.6% by its chat template).
+Weights alone do not name a model: with another chat template, tokenizer or `generation_config.json` it writes other
+completions (one pass rate went from 12.5% to 60.6% by the template).
 """
 
 from __future__ import annotations

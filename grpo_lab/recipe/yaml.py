@@ -1,9 +1,8 @@
 """A YAML file and `--key value` words of the command line → one mapping, not yet looked at.
 
-A line means one thing: a key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Read otherwise than by
-``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with its line: a key that
-stands twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself, nesting without end. A
-bare ``off`` is false, as in YAML 1.1; a setting that takes text says so (``settings.typed``).
+A key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Otherwise than by ``yaml.safe_load``, ``1e-3``
+is a number and ``2024-05-01`` text. Refused, with its line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or
+text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ parameter gathers), measured in tokens:
 
     cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
 
-Contiguous cuts are enough. Take any bins, order them by their longest row, and refill the same bin sizes, in that
-order, from the rows sorted by length. All rows longer than the k-th bin's longest sat in the k-1 bins before it, so at
-most Σ_{i<k} m_i rows are longer, and the k-th bin of the refill starts with a row that is no longer than before: no bin
-grew. Hence the cheapest plan is a way to cut the sorted list, and only the cut points are searched:
+Contiguous cuts are enough. Order any bins by their longest row, and refill their sizes, in that order, from the rows
+sorted by length: at most Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin grew. Hence only the cut
+points of the sorted list are searched:
 
 * one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
 * several ranks: for a given number of rounds K, the smallest footprint F for which K·R bins suffice (`even_cuts`; the
@@ -62,8 +61,8 @@ def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
 def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]]:
     """Fill bins from the longest row on, each with as many rows as `footprint` holds: runs of (start, rows, bins).
 
-    The rows per bin, ⌊footprint / longest⌋, can only grow along the sorted list; the walk jumps from one value of it to
-    the next, so its time grows with √n and not with the number of bins. `negated` are the lengths × −1, ascending.
+    The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list; the walk jumps from one value to the next,
+    so its time grows with √n. `negated` are the lengths × −1, ascending.
     """
     runs = []
     position = 0
@@ -112,8 +111,8 @@ def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
 def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
     """Starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
 
-    With several ranks the number of rounds K runs upward from the fewest that the budget allows. It stops when even a
-    plan without any padding would cost more than the best one, or after four values of K without a gain.
+    With several ranks the number of rounds K runs upward from the fewest that the budget allows, until even a plan
+    without padding would cost more than the best one, or four values of K brought nothing.
     """
     if num_ranks == 1 and lengths.size <= EXACT_ROWS:
         return cheapest_cuts(lengths, budget, overhead)
@@ -162,10 +161,9 @@ def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints
 def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int, budget: int) -> Ints:
     """Swap rows between ranks until live tokens are even; returns the new bin of every row [n].
 
-    A bin that is smaller than the largest of its round idles at the end of it. A longer row swapped into it uses that
-    time, and takes live tokens off a heavier rank: no round gets longer, no bin passes the budget, no bin's number of
-    rows changes. Each swap is the one that leaves the heavier of the two ranks lightest; the search goes through the
-    lighter ranks in ascending order and stops when the heaviest rank cannot be helped.
+    A bin smaller than the largest of its round idles at the end of it; a longer row swapped into it uses that time, and
+    takes live tokens off a heavier rank: no round gets longer, no bin passes the budget or changes its number of rows.
+    Each swap leaves the heavier of the two ranks lightest; where the heaviest rank cannot be helped, the search ends.
     """
     bin_of = bin_of.copy()
     limit = _limits(lengths, bin_of, rounds, budget)

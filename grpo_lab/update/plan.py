@@ -1,9 +1,8 @@
 """The plan of one optimizer step: which row is computed on which rank, in which micro-batch.
 
-Within one optimizer step the order of rows, the rank that computes a row and the micro-batch it sits in do not change
-the sum of the rows' losses, as long as the denominators were counted beforehand over all rows (see `live.py` for when
-that holds). So rows that contribute nothing are left out, the rest moves to where there is room, and every micro-batch
-("bin") is only as wide as its own longest row.
+Within one optimizer step neither the order of rows nor the rank and micro-batch that compute a row change the sum of
+their losses, if the denominators were counted beforehand (`live.py` says when). So rows that add nothing are left
+out, the rest moves to where there is room, and every micro-batch ("bin") is only as wide as its own longest row.
 
 Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs
 m × (its longest prompt + completion) tokens. The arithmetic that finds the bins stands in `balance.py`.
@@ -76,24 +75,9 @@ class Plan:
     computed_per_rank: tuple[int, ...]
 
     @property
-    def num_bins(self) -> int:
-        """Micro-batches of every rank."""
-        return len(self.bins[0])
-
-    @property
     def padding_share(self) -> float:
         """Share of the computed tokens that is padding; 0 where nothing is computed."""
         return 1.0 - self.tokens_live / self.tokens_computed if self.tokens_computed else 0.0
-
-    @property
-    def max_over_mean(self) -> float:
-        """Live tokens of the fullest rank over the mean of all ranks; 1 where nothing is live."""
-        return _max_over_mean(self.live_per_rank)
-
-    @property
-    def computed_max_over_mean(self) -> float:
-        """The same for computed tokens, padding included."""
-        return _max_over_mean(self.computed_per_rank)
 
 
 def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_completion: int) -> int:
@@ -161,11 +145,6 @@ def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints
         live_per_rank=tuple(live.tolist()),
         computed_per_rank=tuple(tokens.sum(axis=1).tolist()),
     )
-
-
-def _max_over_mean(per_rank: tuple[int, ...]) -> float:
-    total = sum(per_rank)
-    return max(per_rank) * len(per_rank) / total if total else 1.0
 
 
 def _array(values: Numbers) -> NDArray[np.generic]:
