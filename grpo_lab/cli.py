@@ -52,6 +52,11 @@ class Command:
     verbose: bool = True
 
 
+def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
+    of_module = {name: f"pipelines.{module}:{function}" for name, function in (("run", run), ("plan", plan))}
+    return {**of_module, "kept": f"pipelines.{module}:kept", "read": f"pipelines.{read}"}
+
+
 _TRAINING: Any = {
     "run": "pipelines.train:train",
     "read": "recipe.sections:read_recipe",
@@ -66,34 +71,22 @@ COMMANDS = {
     ),
     "curate": Command(
         "choose training rows: pass rates and filters; goes on where it was killed",
-        run="pipelines.curate:curate",
-        read="pipelines.curation_recipe:read_curation_recipe",
-        plan="pipelines.curate:plan_of_curation",
-        kept="pipelines.curate:kept",
+        **_pipeline("curate", "curate", "plan_of_curation", "curation_recipe:read_curation_recipe"),
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
-        run="pipelines.long2short:long2short",
-        read="pipelines.long2short_recipe:read_long2short_recipe",
-        plan="pipelines.long2short:plan_of_long2short",
-        kept="pipelines.long2short:kept",
+        **_pipeline("long2short", "long2short", "plan_of_long2short", "long2short_recipe:read_long2short_recipe"),
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        run="pipelines.run_rounds:run_rounds",
-        read="pipelines.rounds_recipe:read_rounds_recipe",
-        plan="pipelines.run_rounds:plan_of_rounds",
-        kept="pipelines.run_rounds:kept",
+        **_pipeline("run_rounds", "run_rounds", "plan_of_rounds", "rounds_recipe:read_rounds_recipe"),
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "pipeline": Command(
         "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
-        run="pipelines.runner:run_pipeline",
-        read="pipelines.runner:read_pipeline",
-        plan="pipelines.runner:plan_of_pipeline",
-        kept="pipelines.runner:kept",
+        **_pipeline("runner", "run_pipeline", "plan_of_pipeline", "runner:read_pipeline"),
         recipes="docs/recipes.md",
     ),
     "evaluate": Command(

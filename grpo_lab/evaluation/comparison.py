@@ -225,7 +225,10 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     names = [run.name for run in found.runs]
     tests = [(f"{test.name} − {test.against}", *(cell for cell in test_cells(test) if cell)) for test in found.tests]
     head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
-    differing = [(name, *(_said(name, value) for value in values)) for name, values in found.differing]
+    differing = [
+        (name, *(NOT_RECORDED if one is None else text_of(name.rpartition(".")[2], one) for one in values))
+        for name, values in found.differing
+    ]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))
     results = Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3)
     figures = comparison_figures(found.runs)
@@ -308,7 +311,3 @@ def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
             meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
             found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
     return [one for one in found if one]
-
-
-def _said(name: str, value: Any) -> str:
-    return NOT_RECORDED if value is None else text_of(name.rpartition(".")[2], value)

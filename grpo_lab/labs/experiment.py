@@ -78,7 +78,14 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     SystemExit: cells failed; the others have run, and the report is of them.
     """
     if options.run_one is not None:
-        return _run_here(experiment, options.run_one[0], int(options.run_one[1]), options)
+        arm, seed = options.run_one[0], int(options.run_one[1])
+        record = record_file(options.folder, arm, seed)
+        held, began = peak_memory(), time.perf_counter()
+        found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
+        found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole_text(record, json.dumps(found))
+        return
     arms = options.arms or experiment.arms
     if unknown := sorted({*arms} - {*experiment.arms}):
         raise ValueError(f"--arms {', '.join(unknown)}: there are {', '.join(experiment.arms)}")
@@ -90,11 +97,10 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
         failed = [why for why in ran if why]
-    if found := records(arms, options):
-        print(f"\n{experiment.report(found, options)}", flush=True)
+    if done := records(arms, options):
+        print(f"\n{experiment.report(done, options)}", flush=True)
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")
-    return None
 
 
 def record_file(folder: Path, arm: str, seed: int) -> Path:
@@ -120,15 +126,6 @@ def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:
         command = [sys.executable, *sys.argv, "--run-one", arm, str(seed)]
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     return None if code == 0 and record.is_file() else f"{arm}, seed {seed}: exit code {code}, see {log}"
-
-
-def _run_here(experiment: Experiment, arm: str, seed: int, options: Options) -> None:
-    record = record_file(options.folder, arm, seed)
-    held, began = peak_memory(), time.perf_counter()
-    found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
-    found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole_text(record, json.dumps(found))
 
 
 def peak_memory() -> float:

@@ -56,6 +56,12 @@ def _byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """All 256 bytes, and the merges that make each known piece one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+    pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES}
+    for phrase in all_phrases():
+        words = re.findall(r"\{\w+\}|[A-Za-z]+", phrase)
+        pieces |= {f" {word}" for word in words if "{" not in word}
+        # a word without a space before it stands only where a text begins
+        pieces |= {word for word in words[:1] if "{" not in word and word[0].isupper()}
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -69,20 +75,9 @@ def _byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learner.train_from_iterator(["\0".join(_whole_pieces())], trainer)
+    learner.train_from_iterator(["\0".join(sorted(pieces))], trainer)
     model = json.loads(learner.to_str())["model"]
     return model["vocab"], [(left, right) for left, right in model["merges"]]
-
-
-def _whole_pieces() -> list[str]:
-    """The texts that get an entry of their own. A word without a space before it stands only where a text begins."""
-    spaced: set[str] = set()
-    first: set[str] = {"system", "user", "assistant", *NAMES}
-    for phrase in all_phrases():
-        words = re.findall(r"\{\w+\}|[A-Za-z]+", phrase)
-        spaced |= {f" {word}" for word in words if "{" not in word}
-        first |= {word for word in words[:1] if "{" not in word and word[0].isupper()}
-    return sorted(spaced | first | {"####", ".\n"})
 
 
 def tiny_model(

@@ -108,7 +108,11 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
     """
     _at_least(1, num_ranks=num_ranks, max_tokens=max_tokens)
     _at_least(0, overhead_tokens=overhead_tokens)
-    table, lengths = _longest_first(rows)
+    table = np.flatnonzero(rows.live)
+    completion = np.asarray(rows.completion_lengths)[table]
+    total = np.asarray(rows.prompt_lengths)[table] + completion
+    order = np.lexsort((table, -completion, -total))
+    table, lengths = table[order], total[order]
     if not table.size:
         return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks)
     starts = choose_cuts(lengths, num_ranks, max_tokens, overhead_tokens)
@@ -116,15 +120,6 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
     bin_of = np.repeat(np.arange(starts.size), np.diff(np.append(starts, lengths.size)))
     bin_of = even_out(lengths, bin_of, rounds, ranks, num_ranks, max_tokens)
     return _lay_out(table, lengths, bin_of, rounds, ranks, num_ranks)
-
-
-def _longest_first(rows: Rows) -> tuple[Ints, Ints]:
-    """(table indices, total lengths) of the live rows, sorted by total, then completion length, then index."""
-    table = np.flatnonzero(rows.live)
-    completion = np.asarray(rows.completion_lengths)[table]
-    total = np.asarray(rows.prompt_lengths)[table] + completion
-    order = np.lexsort((table, -completion, -total))
-    return table[order], total[order]
 
 
 def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int) -> Plan:
