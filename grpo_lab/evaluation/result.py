@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from grpo_lab.evaluation import statistics
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
 from grpo_lab.io import json_lines, write_json, write_json_lines, write_whole
-from grpo_lab.rewards.arithmetic.steps import works_out
+from grpo_lab.rewards.arithmetic import works_out
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.engines.vllm import leftovers, serve
+from grpo_lab.engines.vllm import server
 from grpo_lab.engines.vllm import token as server_token
 from grpo_lab.engines.vllm.server import ServerOptions, server_command
 
 
 def chosen(*words: str) -> ServerOptions:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve.options_from(parser.parse_args(["--model", "some/model", *words]))
+    server.add_arguments(parser)
+    return server.options_from(parser.parse_args(["--model", "some/model", *words]))
 
 
 def test_options_reach_the_server_s_command_line() -> None:
@@ -84,7 +84,7 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(a_model: str, capsys: 
         port = taken.getsockname()[1]
         assert main(["serve", "--model", a_model, "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
-    serve.refuse_taken_port(port)
+    server.refuse_taken_port(port)
 
 
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
     assert chosen("--host", "fd00::7").base_url == "http://[fd00::7]:8000"
     said = dict(itertools.pairwise(server_command(options, on_cpu=False)))
     assert said["--host"] == "10.0.0.3"
-    assert "10.0.0.3:8001 and asks for a token, but nothing is encrypted" in serve.exposed(options)
+    assert "10.0.0.3:8001 and asks for a token, but nothing is encrypted" in server.exposed(options)
 
 
 def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
@@ -133,8 +133,7 @@ def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
 KILLED = """
 import sys
 from pathlib import Path
-from grpo_lab.engines.vllm.leftovers import own_folder
-from grpo_lab.engines.vllm.token import of_server
+from grpo_lab.engines.vllm.token import of_server, own_folder
 made = of_server("http://127.0.0.1:8124", None)
 with own_folder("a-test-", sys.argv[1]) as folder:
     (folder / "socket").touch()
@@ -147,7 +146,7 @@ def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, mon
     """Its token, its folder of sockets; a trainer's weights in shared memory are kept in the same way."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv(server_token.VARIABLE, raising=False)
-    monkeypatch.setattr(leftovers, "_OLD_S", -1.0)
+    monkeypatch.setattr(server_token, "_OLD_S", -1.0)
     mine = tmp_path / "a-test-mine"  # the user's own
     mine.mkdir()
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
@@ -156,7 +155,7 @@ def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, mon
         token, folder = map(Path, other.stdout.readline().split())
         for alive in (True, False):
             made = server_token.of_server("http://127.0.0.1:8125", None)  # another port: its own token lies beside
-            with leftovers.own_folder("a-test-", tmp_path) as ours:
+            with server_token.own_folder("a-test-", tmp_path) as ours:
                 assert ours.is_dir()
                 assert (token.is_file(), (folder / "socket").is_file()) == (alive, alive)
             made.forget()
