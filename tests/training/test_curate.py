@@ -228,7 +228,7 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     samples = tmp_path / "killed" / "pass_rates.jsonl"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOLD_AT_CALL": "7"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_lab.cli", *words, str(samples.parent)],
+        [sys.executable, "-m", "grpo_lab", *words, str(samples.parent)],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
