@@ -114,10 +114,6 @@ class MathVerifier:
                 decided[key] = MathVerdict(Verdict(outcome.status), outcome.reason)
         return [judged for key in keys if (judged := decided[key]) is not None]
 
-    def check_golds(self, golds: Sequence[str]) -> list[MathVerdict]:
-        """Each gold against itself: everything but `EQUAL` is a gold that no answer could satisfy."""
-        return self.compare([(gold, gold) for gold in golds])
-
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
         """Both in canonical spelling, and a gold that is not text read together with its answer."""
         gold, answer = self._spelled(gold), self._spelled(answer)

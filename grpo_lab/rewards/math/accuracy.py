@@ -190,7 +190,7 @@ class AccuracyReward:
     def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
         """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""
         golds = [gold_answer(solution) for solution in solutions]
-        verdicts = iter(self._verifier.check_golds([gold for gold in golds if gold]))
+        verdicts = iter(self._verifier.compare([(gold, gold) for gold in golds if gold]))
         found = [next(verdicts) if gold else _NO_GOLD for gold in golds]
         rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
         return GoldReport(total=len(golds), unusable=rejected)
