@@ -1,12 +1,10 @@
 """Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
 
 The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
-a row depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in
-pairs, in reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since
-what it answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one
-whose value depends on how often it is called.
-
-What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
+a row depends on that row alone. A part of a team is asked on toy batches before every optimizer step, since what it
+answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one whose
+value depends on how often it is called. What cannot be seen: a dependence that shows only on values that no toy batch
+has, or that changes within one step.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "n
 class StateWatch:
     """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
 
-    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of
-    those that they hold), closures, and module variables that a function names, as far as they are numbers, texts,
-    tensors, or small lists, sets and dictionaries of such.
+    ``touched`` then says what they had changed, or is ``None``. Looked at: attributes of objects (also of those that
+    they hold), closures, and module variables that a function names, where they are numbers, texts, tensors, or small
+    lists, sets and dictionaries of such.
     """
 
     def __init__(self, parts: list[Any]) -> None:

@@ -168,7 +168,18 @@ def check_batch_sizes(args: Any) -> None:
             )
         args.generation_batch_size = batch = None  # TRL derives it again, and refuses both also where they agree
     if batch is None:
-        _check_derived(args, world, group)
+        setting = "gradient_accumulation_steps" if steps is None else "steps_per_generation"
+        steps = getattr(args, setting)
+        made = size * world * steps
+        if made % group:
+            groups = [str(divisor) for divisor in range(2, made + 1) if made % divisor == 0]
+            raise ValueError(
+                f"`per_device_train_batch_size` × processes × `{setting}` = {size} × {world} × {steps} = {made} "
+                f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
+                f"`{setting}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
+                f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+                + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
+            )
     elif batch % (size * world) or batch % group:
         raise ValueError(
             f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
@@ -179,35 +190,17 @@ def check_batch_sizes(args: Any) -> None:
         _check_eval(args, world)
 
 
-def _check_derived(args: Any, world: int, group: int) -> None:
-    own = args.steps_per_generation is not None
-    steps_name = "steps_per_generation" if own else "gradient_accumulation_steps"
-    size, steps = args.per_device_train_batch_size, getattr(args, steps_name)
-    batch = size * world * steps
-    if batch % group == 0:
-        return
-    groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
-    raise ValueError(
-        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
-        f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or `per_device_train_batch_size` "
-        f"{_nearest(size, group // math.gcd(group, steps * world))}"
-        + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
-    )
-
-
 def _check_eval(args: Any, world: int) -> None:
     setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
-    group = getattr(args, setting)
+    group, size = getattr(args, setting), args.per_device_eval_batch_size
     if group < 1:
         raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
-    size = args.per_device_eval_batch_size
     if size * world % group:
+        fitting = ", ".join(str(divisor) for divisor in range(1, size * world + 1) if size * world % divisor == 0)
         raise ValueError(
             f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
             f"`{setting}` = {group}. What would do: `per_device_eval_batch_size` "
-            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` "
-            f"{', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` {fitting}"
         )
 
 

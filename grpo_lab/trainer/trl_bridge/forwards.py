@@ -112,18 +112,17 @@ def forwards_replaced(
         yield left_out
 
 
-@contextlib.contextmanager
-def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+def positions_given(
+    trainer: Any, model: torch.nn.Module, position_ids: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
     """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    with trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True):
-        yield
+    return trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
 
 
 @contextlib.contextmanager
