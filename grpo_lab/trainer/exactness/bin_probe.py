@@ -170,8 +170,7 @@ def _in_float32(trainer: StepPort) -> bool:
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
-    found = (one.double() - other.double()).abs()[mask].mean().item()
-    return found if found == found else float("inf")
+    return (one.double() - other.double()).abs()[mask].mean().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 
 class MaskProbe(_Question):

@@ -1,10 +1,9 @@
 """Start-up proof: the loss in force is the one that was configured.
 
-Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook,
-its aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
-denominator or an option that stopped having an effect shows here, not after a day.
-
-The same toy batches answer what the exact update asks of every loss; ``part_questions`` asks the parts of a team more.
+Before the first step a toy batch goes through the very path that training uses (the ``token_loss`` hook, the
+aggregation) and is compared with the formula written out as plain Python over single numbers. A subclass hook, a wrong
+denominator or an option that stopped having an effect shows here. The same toy batches answer what the exact update
+asks of every loss; ``part_questions`` asks the parts of a team more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What of the model itself stands in the exact update's way: randomness in the forward, layers that mix rows,
-positions.
+"""What of the model stands in the exact update's way: randomness in the forward, layers that mix rows, positions.
 
 The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
-whatever the model family calls them. The second does not trust names: in the first optimizer step the random number
-generators are looked at before and after a forward (``RandomnessWatch``), since a forward that is a function of its
-inputs does not move them. What torch's dropout draws may be told apart (``MaskProbe``).
+whatever the family calls them. The second does not trust names: in the first optimizer step the random number
+generators are looked at before and after a forward (``RandomnessWatch``); one that is a function of its inputs does not
+move them. What torch's dropout draws may be told apart (``MaskProbe``).
 """
 
 from __future__ import annotations

@@ -182,11 +182,6 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
-#: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
-PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
-FURTHER_PADDING = 3
-
-
 class Answers(NamedTuple):
     """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
     advantage is 0; "" where nothing has."""
@@ -247,10 +242,10 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
         if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
             return "asked twice, it gives two answers"
         rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
-        padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
+        padded = _asked(token_loss, cut(whole, rows, width + 3))
         if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
             return "its value depends on how wide a batch is padded"
-        for part in (*PARTS, rows[::-1]):
+        for part in ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0), rows[::-1]):  # each cut to its longest row
             longest = int(whole.mask[list(part)].sum(1).max())
             expected = loss[list(part), :longest], gradient[list(part), :longest]
             if not _alike(expected, _asked(token_loss, cut(whole, part, longest))):

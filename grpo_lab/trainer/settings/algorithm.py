@@ -68,15 +68,9 @@ HOOKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the trainer runs.
-
-    Args:
-        objective: ours, or ``None``: TRL's own loss is in force, for the reason in ``left_to_trl``.
-        advantage: our rule, or ``None``: TRL's own advantages (``scale_rewards``, ``multi_objective_aggregation``).
-        left_to_trl: why the loss is left to TRL; ``None`` when it is ours.
-        names: what each part is called, for logs, the model card and ``--dry-run``.
-        value: the critic, or ``None``.
-    """
+    """What the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in ``left_to_trl``), the
+    ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in ``names`` what each part is
+    called, for logs, the model card and ``--dry-run``."""
 
     objective: Objective | None
     advantage: AdvantageRule | None

@@ -1,9 +1,6 @@
-"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of
-its dataclass.
-
-A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings
-there are beside the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
-"""
+"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, as a name,
+``"module:attribute"``, a class, or a callable that is set already. Which settings there are beside the choice, its
+dataclass alone says; one that it does not have is refused with the nearest match."""
 
 from __future__ import annotations
 
@@ -69,11 +66,8 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """The surrogate in force: its own defaults, then TRL's clip settings, then what ``objective`` says.
-
-    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these
-    names; ours take TRL's defaults, too.
-    """
+    """The surrogate in force: its own defaults, then TRL's clip settings (``CLIP``; of those that a team's has fields
+    for, the ones that are written down), then what ``objective`` says."""
     part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):

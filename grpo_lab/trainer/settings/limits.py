@@ -34,8 +34,6 @@ CHOICES: dict[str, Sequence[str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
 }
-#: numpy's, which transformers seeds beside torch: 0 … 2³² − 1
-SEEDS = 2**32
 
 
 #: what a number must be, in words and as a question
@@ -63,7 +61,7 @@ RANGES: dict[str, Range] = {
         ),
         _COUNT,
     ),
-    "seed": (f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
+    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32),  # as numpy, beside torch
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
@@ -146,8 +144,7 @@ def _text(strategy: Any) -> str:
 
 
 def check_batch_sizes(args: Any) -> None:
-    """Check what TRL will derive its generation batch from, before it does: ``ValueError`` with the sizes seen, and for
-    each setting the nearest values that would divide.
+    """``ValueError`` for what TRL will derive no generation batch from, with the nearest values that would divide.
 
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).

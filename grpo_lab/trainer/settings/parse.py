@@ -118,8 +118,7 @@ class AdvantageSettings:
 
 @settings(bare="estimator")
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio
-    weighting.
+    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``).
 
     In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1);
     ``target``, nats a completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or
