@@ -118,7 +118,7 @@ COMMANDS = {
     "serve": Command(
         "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
         run="cli:_serve",
-        options="engines.vllm.serve:add_arguments",
+        options="engines.vllm.server:add_arguments",
         verbose=False,
     ),
 }
@@ -288,9 +288,9 @@ def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
 
 
 def _serve(known: argparse.Namespace) -> int:
-    from grpo_lab.engines.vllm import serve
+    from grpo_lab.engines.vllm.server import options_from, serve
 
-    return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
+    return serve(options_from(known), start_timeout=known.start_timeout, log=known.log)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from grpo_lab.evaluation.statistics import (
     pass_at_k,
 )
 from grpo_lab.io import write_json
-from grpo_lab.rewards.arithmetic.steps import works_out
+from grpo_lab.rewards.arithmetic import works_out
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from grpo_lab.rewards.arithmetic.equations import NotArithmetic, value_of
+from grpo_lab.rewards.arithmetic import NotArithmetic, value_of
 from grpo_lab.rewards.completion import RowReward, answer_block
 
 MOST_CHARACTERS, MOST_DEPTH, MOST_DIGITS = 500, 50, 18

@@ -32,8 +32,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a program did: tests passed of all; ``end`` is ``done``, ``limit`` (time or memory ran out, or its worker was
-    lost) or ``unusable`` (the tests are no tests)."""
+    """Tests passed of all; ``end``: ``limit`` where time, memory or a worker is lost, ``unusable``: no tests."""
 
     passed: int
     total: int
@@ -57,8 +56,7 @@ class CodeJudge:
         cpu_seconds: processor time of one run: all the calls of a text of assertions, or one input/output pair.
         wall_seconds: on the clock, for one program and all its tests.
         memory_bytes: address space of the program.
-        workers: programs judged at once; None: one a core, shared among the ranks of this machine
-            (``LOCAL_WORLD_SIZE``).
+        workers: programs judged at once; None: one a core, shared among this machine's ranks (``LOCAL_WORLD_SIZE``).
         walls: the walls that must be in force, no others; None: all that can. ``ValueError`` at first use where a named
             one cannot, or where none is named and too little can.
     """

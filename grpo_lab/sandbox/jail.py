@@ -33,8 +33,7 @@ _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put
-up."""
+"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong with the walls."""
 
 
 class Jailed:
@@ -77,8 +76,7 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if
-    not kept."""
+    """Runs ``task`` in a jail, with no descriptor but ``keep`` (there → here); ``/dev/null`` for the rest of 0 to 2."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -117,9 +115,8 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     job = os.getpid()
     if "namespaces" in cell.walls:
         walls.enter_namespaces()
-    if kernel.known_machine():
-        kernel.adopt_orphans()
-        kernel.die_with_parent(signal.SIGTERM)
+    kernel.adopt_orphans()
+    kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != worker:
         return 0
     alive, mine = os.pipe()
@@ -189,8 +186,7 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
         os.dup2(here, there)
     _close_all_but(set(high))
     walls.put_up(cell, job)
-    if kernel.known_machine():
-        kernel.die_with_parent(signal.SIGKILL)
+    kernel.die_with_parent(signal.SIGKILL)
     if select.select([_ALIVE], [], [], 0)[0]:
         return  # the watcher had ended before that
     os.close(_ALIVE)
@@ -208,8 +204,7 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """A new one, removed by a moment after the ``deadline`` (monotonic seconds); behind ``namespaces`` the one inside
-    the view."""
+    """A new one, removed by a moment after the ``deadline`` (monotonic); behind ``namespaces`` the one in the view."""
     if "namespaces" in up:
         yield walls.INSIDE
         return

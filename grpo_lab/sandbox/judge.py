@@ -76,13 +76,12 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
-    """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or
-    which walls can be put up."""
+    """A ``client.Trial`` of ``{"kind", "program", "tests", …}``, as a dictionary; or which walls can be put up."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
     up = frozenset(job["walls"])
-    if not up & {"namespaces"} and kernel.known_machine():
+    if "namespaces" not in up:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
     if len(job["program"]) > _PROGRAM_CHARACTERS:
@@ -116,8 +115,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     report, writes = os.pipe()
 
     def test() -> None:
-        if kernel.known_machine():
-            kernel.hide_memory()
+        kernel.hide_memory()
         tester.run(job, 3, 4)
 
     with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
@@ -150,8 +148,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    """Whether its output is the ``expected`` one, by line without white space at the ends, and whether it ended by
-    itself."""
+    """Whether its output is ``expected``, by line without white space at the ends; whether it ended by itself."""
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")

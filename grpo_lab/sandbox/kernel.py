@@ -77,8 +77,7 @@ def _prctl(option: int, value: Any, pointer: Any = 0) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Send this process the signal when its parent ends, however it ends (on Linux). A change of user takes this back:
-    do it last."""
+    """Send this process the signal when its parent ends (on Linux). A change of user takes this back: do it last."""
     if _LIBC is not None:
         _prctl(_PR_SET_PDEATHSIG, number)
 

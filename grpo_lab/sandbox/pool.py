@@ -71,8 +71,7 @@ class Limits:
 
 
 class ForkServerProcess:
-    """The child that imports the handler and forks the workers (`fork_server.main`). Starting it takes milliseconds;
-    its imports go on."""
+    """The child that imports the handler and forks the workers (`fork_server.main`); its imports go on at first."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
         self._handler, self._limits = handler, limits
@@ -157,8 +156,7 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, or None while it is incomplete; an end is a `crash` or `timeout`, or
-        `lost`."""
+        """Call when readable. The reply, None while it is incomplete; an end is a `crash`, a `timeout`, or `lost`."""
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:

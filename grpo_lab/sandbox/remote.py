@@ -37,8 +37,7 @@ def lacks_a_module(error: BaseException | None) -> bool:
 
 
 class ProgramGone(BaseException):
-    """The program ended, left by ``sys.exit``, or broke the channel: nothing that a test can catch as an
-    ``Exception``."""
+    """The program ended, left by ``sys.exit``, or broke the channel. No ``Exception``, that a test could catch."""
 
 
 class Unsendable(BaseException):

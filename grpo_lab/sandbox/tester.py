@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ import random
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_lab.sandbox.remote import Program, ProgramGone, Unsendable, lacks_a_module
@@ -39,25 +40,6 @@ class _Enough(BaseException):
     """A test failed and one failure decides."""
 
 
-class _Unit:
-    """``with __one_test__(i):``: one test; its exceptions end here."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
-            return False
-        passed = error is None and not self.run.program.gone and not self.run.program.refused
-        self.run.program.refused = False
-        self.run.report(b"1" if passed else b"0")
-        if not passed and (self.run.stop_early or self.run.program.gone):
-            raise _Enough
-        return True
-
-
 class Run:
     """One program's test run. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
 
@@ -66,6 +48,22 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """``with __one_test__():``: one test; its exceptions end here."""
+        passed = True
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
+                raise
+            passed = False
+        passed = passed and not self.program.gone and not self.program.refused
+        self.program.refused = False
+        self.report(b"1" if passed else b"0")
+        if not passed and (self.stop_early or self.program.gone):
+            raise _Enough
+
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
         """The program's text first, then the tests' code. After what they raise between two tests none counts."""
         try:
@@ -73,7 +71,7 @@ class Run:
             names = Names(self.program, called)
             if entry_point is not None and entry_point.isidentifier():
                 names[entry_point] = self.program.get(entry_point)
-            names[UNIT] = lambda: _Unit(self)
+            names[UNIT] = self.unit
             module = types.ModuleType("solution")  # `from solution import f`, as some data sets write it
             module.__getattr__ = names.program_value  # type: ignore[method-assign]
             sys.modules["solution"] = module
@@ -90,7 +88,7 @@ class Run:
             owner, dot, name = entry_point.partition("().")
             function = getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
             for given, *accepted in pairs:
-                with _Unit(self):
+                with self.unit():
                     found = function(*unpack(given, refuse_tag))
                     assert any(same(found, unpack(one, refuse_tag)) for one in accepted)
             self.report(b".")
@@ -112,8 +110,7 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the
-    program's."""
+    """The tests' own names, Python's, modules of the standard library but for what is ``called``, the program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})

@@ -39,8 +39,7 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 @dataclass(frozen=True)
 class Cell:
-    """Behind which walls and in which folder a process runs, and what it may use: processor seconds, bytes of address
-    space and in files."""
+    """Behind which walls and in which folder a process runs, and what it may use."""
 
     walls: frozenset[str]
     folder: str
@@ -87,8 +86,7 @@ def reachable_by_others(path: str) -> bool:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for. Any wall that cannot be put up is an
-    ``OSError``."""
+    """In the jailed process, as the last thing before what it is for. ``OSError``: a wall that cannot be put up."""
     walls, folder = cell.walls, cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace

