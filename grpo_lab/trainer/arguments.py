@@ -16,7 +16,6 @@ from trl import GRPOConfig
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
-from grpo_lab.trainer.scoring.resample import check_resample
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
@@ -123,8 +122,7 @@ class FirstMade:
 
 
 def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
-    """(the rewards that environments own, the factories to hand on). A class says by itself what it has; another
-    factory is called once."""
+    """(the rewards that environments own, the factories to hand on); a factory that is no class is called once."""
     factories = dict(factory) if isinstance(factory, dict) else {None: factory}
     kinds = []
     for name, make in factories.items():
@@ -180,8 +178,11 @@ def given(
         check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
-    if settings.update.dead_groups == "resample":
-        check_resample(train_dataset)
+    if settings.update.dead_groups == "resample" and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"`update.dead_groups: resample` draws further prompts by index, but `train_dataset` is a "
+            f"{type(train_dataset).__name__}; use a datasets.Dataset, or `dead_groups: skip`"
+        )
     algorithm = args.algorithm.with_hooks(cls)
     check_hooks(cls, algorithm, base)
     check_loss_type(cls, args, algorithm)

@@ -1,8 +1,4 @@
-"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor.
-
-Callbacks of ours come before all others (which may write a checkpoint, or look at the optimizer); that order is fixed
-here, too.
-"""
+"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor."""
 
 from __future__ import annotations
 
@@ -85,8 +81,7 @@ class Parts:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it
-        takes."""
+        """Weights, optimizer and reference as the coming generation batch needs them; once, whatever its rounds."""
         self.weight_schedules.apply()
         self.guard.before_generation()
         if training:

@@ -81,8 +81,7 @@ class RowTable:
         return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order; the same on every rank. A step exchanges only what moves
-        (``exchange``)."""
+        """The rows of all ranks, in rank order. (An optimizer step moves less: ``exchange``.)"""
         if accelerator.num_processes == 1:
             return self
         fields = {}

@@ -60,8 +60,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = True
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on
-        every rank."""
+        """Its weights into a checkpoint, where it has moved; the record's entry, where it may. Every rank."""
         if not (self._moves() or self._moved):
             return None
         args = self.trainer.args
@@ -150,8 +149,7 @@ def _group_settings(optimizer: Any) -> list[dict[str, str]]:
 
 
 def idle_pull(trainer: StepPort) -> str | None:
-    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were
-    made."""
+    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the generation."""
     objective, args, phase = trainer.algorithm.objective, trainer.args, trainer.phase
     push = None if objective is None else objective.surrogate
     idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
