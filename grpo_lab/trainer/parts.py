@@ -55,7 +55,6 @@ class Parts:
         self.due_evaluation = DueEvaluation(trainer)
         self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
-        self._only_model = bool(given.args.save_only_model)
         if trainer.use_vllm:
             engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
             engine.waiting = self.stop.wait
@@ -99,7 +98,7 @@ class Parts:
             "guard": self.guard.state,
             "evaluation_due": self.due_evaluation.state,
         }
-        if not self._only_model:
+        if not trainer.args.save_only_model:
             asked["reference"] = lambda: self.reference.save(folder)
             asked["kl"] = self.kl.state
             asked["without_moments"] = lambda: trl_bridge.without_moments(trainer)

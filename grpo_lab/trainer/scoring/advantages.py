@@ -42,8 +42,6 @@ from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
-EPSILON = 1e-4
-
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
@@ -205,10 +203,10 @@ def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> 
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))
         centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + EPSILON)).view_as(values)
+        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
         total = (scaled * table.weights.to(scaled)).nansum(dim=1)
         total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + EPSILON)
+        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + 1e-4)
         return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:

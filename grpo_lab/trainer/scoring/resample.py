@@ -37,8 +37,6 @@ ROUNDING = 1e-3
 #: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
 ROUNDING_OF_NOTHING = 1e-9
 
-DEFAULT_MAX_ROUNDS = 4
-
 
 def alike(table: RewardTable) -> Tensor:
     """bool ``[groups]``: all scorable outcomes of the group are equal, and so are all its step scores."""
@@ -62,7 +60,7 @@ class Resampler:
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer, self.group_size = trainer, int(trainer.num_generations)
-        self.max_rounds = trainer.lab_settings.update.max_rounds or DEFAULT_MAX_ROUNDS
+        self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
         """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as

@@ -30,8 +30,6 @@ from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, t
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
-TRUNCATION_WARNING = 0.20
-
 
 class Scoring:
     """Stands in for the trainer's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
@@ -145,7 +143,7 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     correct = correctness(table, trainer.reward_funcs)
     reward_metrics(recorder.book(), alike(table), rewarded.lengths, rewarded.truncated, correct)
     share = rewarded.truncated.float().mean().item()
-    if recorder.mode() == "train" and share > TRUNCATION_WARNING:
+    if recorder.mode() == "train" and share > 0.20:
         recorder.say(
             f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
             f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or "

@@ -101,14 +101,11 @@ def empty_optimizer(optimizer: Any) -> None:
 
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either, and
-    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched.
-
-    A run resumed inside a batch goes on with that batch and with the moments of its updates so far
-    (``generation_buffer``); where the checkpoint holds no batch it is generated anew, and that is a new iteration.
+    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A run resumed
+    inside a batch goes on with the moments of its updates so far (``generation_buffer``).
 
     Raises:
-        ValueError: DeepSpeed, whose engine keeps the optimizer's state where this does not reach, or an optimizer with
-            state in its parameter groups (schedule-free, Prodigy).
+        ValueError: DeepSpeed, or an optimizer with state in its parameter groups (schedule-free, Prodigy).
     """
 
     def __init__(self, trainer: StepPort) -> None:
