@@ -1,8 +1,8 @@
 """A budget for thinking: cut it, insert the stop text, let the model answer. Independent of the engine.
 
-Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There the
-model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry
-no loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
+Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There thinking
+is halted at inference only; here also while sampling for training, so the inserted tokens must carry no loss: they are
+not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
 Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is:
 
@@ -10,9 +10,7 @@ Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever e
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the
        stop text first. What is left of `max_completion_length` is the limit.
 
-A completion y then consists of      y_1 … y_budget | stop text | y' …      (cut)
-or of                                y_1 … y_n                              (closed its thinking in time, or ended)
-
+A completion then is  y_1 … y_budget | stop text | y' …  (cut)  or  y_1 … y_n  (closed its thinking in time, or ended).
 A prompt that ends in a closed thinking block (Qwen3's `/no_think`) does not think, and is never cut.
 """
 

@@ -1,14 +1,14 @@
 """What a server keeps outside of run folders: its token, and folders that go with their process.
 
-Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder: a
-server gets it in its environment, a trainer reads the file or its own environment. Which one, on both sides:
+Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder.
+Which one, on both sides:
 
     1. the file that was named (`grpo-lab serve --token-file`, `rollout.server.token_file`)
     2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
     3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
 
-A process may be killed: each file and folder is under a lock that the kernel opens at its end, so that the next process
-sees what was left behind, and removes it.
+Each file and folder is under a lock that the kernel opens when its process ends, also by a kill, so that the next
+process sees what was left behind, and removes it.
 """
 
 from __future__ import annotations
@@ -91,13 +91,20 @@ def of_server(base_url: str, named: Path | None) -> Token:
     Raises ValueError for a token that is too short or not plain, OSError where its file cannot be written.
     """
     if named is not None and named.exists():
-        return Token(_long(read(named), str(named)), named)
-    if named is None and (found := os.environ.get(VARIABLE)):
-        return Token(_long(plain(found, VARIABLE), VARIABLE))
-    file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
-    remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
-    write(file, made)
-    return Token(made, file, made=True)
+        found = read(named)
+    elif named is None and os.environ.get(VARIABLE):
+        found = plain(os.environ[VARIABLE], VARIABLE)
+    else:
+        file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
+        remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
+        write(file, made)
+        return Token(made, file, made=True)
+    if len(found) < SHORTEST:
+        raise ValueError(
+            f"the server's token ({named or VARIABLE}) has {len(found)} characters; a server asks for {SHORTEST} or "
+            "more (python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+        )
+    return Token(found, named)
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
@@ -152,15 +159,6 @@ def plain(token: str, where: str) -> str:
     """A token that can stand in a header. Raises ValueError, without the token in its words."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"the token in {where} must be printable ASCII without spaces, and not empty")
-    return token
-
-
-def _long(token: str, where: str) -> str:
-    if len(token) < SHORTEST:
-        raise ValueError(
-            f"the server's token ({where}) has {len(token)} characters; a server asks for {SHORTEST} or more "
-            "(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
-        )
     return token
 
 

@@ -1,8 +1,8 @@
 """Weights to a server through shared memory, where the two have no NCCL between them: the trainer's end and the other.
 
 The trainer (`WeightCourier`) writes safetensors files into a folder of its own below /dev/shm, tells the server's
-workers through vLLM's `/collective_rpc` to load them, and deletes them. Memory: one copy of the model in shared memory
-for the time of a sync, plus `SHARD_BYTES` while writing. No pickle is involved.
+workers through `/collective_rpc` to load them, and deletes them. Memory: one copy of the model for the time of a sync,
+plus `SHARD_BYTES` while writing. No pickle is involved.
 
 The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
 class into its workers. It also describes the server's model in plain values, for the trainer to compare before anything
@@ -69,7 +69,7 @@ def trusted_folder(name: str) -> Path:
 def worker_reports(
     post: Callable[[str, Mapping[str, Any]], Any], method: str, **arguments: Any
 ) -> list[dict[str, Any]]:
-    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where they do not know it."""
+    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where one of them has none."""
     answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = answer.get("results") or []
     if not results or not all(isinstance(result, dict) for result in results):
@@ -77,6 +77,9 @@ def worker_reports(
             f"the server does not know {method}: start it with `--worker-extension-cls "
             f"grpo_lab.engines.vllm.worker.WeightLoading` (answer: {answer})"
         )
+    for report in results:
+        if "error" in report:
+            raise WeightSyncError(f"the server's worker failed at {method}: {report['error']}")
     return list(results)
 
 
@@ -113,7 +116,7 @@ class WeightCourier:
             tensors = write_shards(named_params, folder)
             reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
         for report in reports:
-            if "error" in report or report.get("tensors") != tensors:
+            if report.get("tensors") != tensors:
                 raise WeightSyncError(f"the server did not load the {tensors} tensors it was sent: {report}")
         if not self._post("/reset_prefix_cache", {}).get("success", False):
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
@@ -132,10 +135,8 @@ class WeightCourier:
         return f"{self._name}-{self.pushes}"
 
     def clear_cache(self) -> None:
-        """Take NaN out of the server's KV cache. WeightSyncError where a worker could not."""
-        for report in self._call("grpo_lab_clear_cache"):
-            if "error" in report:
-                raise WeightSyncError(f"the server could not clear its cache of NaN: {report['error']}")
+        """Take NaN out of the server's KV cache."""
+        self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
         """True where the server holds the weights of the last `push`.
@@ -151,9 +152,6 @@ class WeightCourier:
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
-        for report in reports:
-            if "error" in report:
-                raise WeightSyncError(f"the server could not compare its tensors: {report['error']}")
         found: list[dict[str, Any]] = [entry for report in reports for entry in report["differing"]]
         return sorted(found, key=lambda entry: -entry["relative"])
 
@@ -180,14 +178,14 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version}."""
+        """Load the shards of a folder into this worker -> {tensors, version}."""
         from vllm.config import set_current_vllm_config
 
         self.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
         with set_current_vllm_config(self.vllm_config):
-            report = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
+            tensors = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
         self.grpo_lab_version = version
-        return {**dataclasses.asdict(report), "version": version}
+        return {"tensors": tensors, "version": version}
 
     @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:

@@ -75,13 +75,9 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 
     Raises EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
     """
-    if len(engine) != len(trainer):
-        raise ValueError(f"{len(engine)} completions from the engine, {len(trainer)} from the trainer")
     total, largest, count = 0.0, 0.0, 0
-    for row, (ours, theirs) in enumerate(zip(engine, trainer, strict=True)):
-        if len(ours) != len(theirs):
-            raise ValueError(f"completion {row}: {len(ours)} log-probs from the engine, {len(theirs)} from the trainer")
-        for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for row, both in enumerate(zip(engine, trainer, strict=True)):
+        for position, (a, b) in enumerate(zip(*both, strict=True)):
             if a is None or not math.isfinite(a) or not math.isfinite(b):
                 raise EngineFault(
                     f"log-prob of completion {row}, position {position}: engine {a}, trainer {b}; "
@@ -185,10 +181,8 @@ def prove_sync(
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
-    `model`: the trainer's; `named_params`: its full parameters as they were pushed.
-
-    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for
-    NaN in the trainer's own weights.
+    `model`: the trainer's; `named_params`: its full parameters as they were pushed. Raises WeightSyncError (``judge``),
+    EngineFault for NaN, FloatingPointError for NaN in the trainer's own weights.
     """
     probe = draw_probe(llm, prompt_ids)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
@@ -196,32 +190,24 @@ def prove_sync(
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:
-        names = ", ".join(entry.name for entry in found[:5])
-        raise EngineFault(
-            f"{fault}. {len(found)} tensors that can be read differ from the trainer's; {names}"
-        ) from fault
+        more = f"{len(found)} tensors that can be read differ: {', '.join(entry.name for entry in found[:5])}"
+        raise EngineFault(f"{fault}. {more}") from fault
     judge(gap, found, tolerance=tolerance)
     return gap
 
 
-def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float) -> None:
+def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
     """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
     if gap.mean > tolerance or found:
-        raise WeightSyncError(describe(gap, tolerance, found))
-
-
-def describe(gap: SyncGap, tolerance: float, differing: Sequence[TensorDifference]) -> str:
-    verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
-    lines = [
-        f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens "
-        f"(largest {gap.largest:.3g}), tolerance {tolerance:.3g}."
-    ]
-    if differing:
-        lines.append(f"{len(differing)} tensors differ; most:")
-        lines += [f"  {d.name}: relative {d.relative:.3g}, largest {d.largest:.3g}" for d in differing[:5]]
-    else:
-        lines.append(
+        verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
+        none = (
             "No tensor that can be read differs: look at dtype, rope scaling, attention, cached prompts or a model "
-            "class that vLLM implements differently."
+            "class that vLLM implements in another way."
         )
-    return "\n".join(lines)
+        lines = [
+            f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens (largest "
+            f"{gap.largest:.3g}), tolerance {tolerance:.3g}.",
+            f"{len(found)} tensors differ; most:" if found else none,
+            *(f"  {one.name}: relative {one.relative:.3g}, largest {one.largest:.3g}" for one in found[:5]),
+        ]
+        raise WeightSyncError("\n".join(lines) + note)

@@ -72,10 +72,7 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 class PromptOrder:
     """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing.
 
-    Args:
-        args: the run's configuration.
-        group_size: completions of a prompt.
-        every: micro-batches that a generation batch serves (``Phase.every``).
+    ``group_size``: completions of a prompt. ``every``: micro-batches that a generation batch serves (``Phase.every``).
     """
 
     def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
@@ -108,12 +105,8 @@ class PromptOrder:
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
-        """Give the sampler what a generation showed.
-
-        Args:
-            rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
-            correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
-        """
+        """Give the sampler what a generation showed, of all ranks: ``rows`` (−1 unknown) and correctness rewards (NaN
+        unscorable), both ``[N]``."""
         if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
             for row, successes, trials in outcomes(rows, correct):
                 self.sampler.update(row, successes, trials)
