@@ -23,17 +23,11 @@ class EngineFault(RuntimeError):
 
 
 class GroupedEngine:
-    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on.
+    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on."""
 
-    Everything else is passed through to the engine.
-
-    Attributes:
-        on_fault: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised.
-        faulty: there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`.
-    """
-
+    #: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised
     on_fault: Callable[[EngineFault], None] | None = None
-    faulty = False
+    faulty = False  # there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

@@ -80,12 +80,9 @@ def render_prompt(
 ) -> RenderedPrompt:
     """The text the model continues, and its tokens, as TRL makes them for training.
 
-    A plain string is tokenized as it is, with the tokenizer's own special tokens. A message list goes through the chat
-    template with the generation prompt added (the template writes its special tokens itself, so none are added after
-    it); one that ends with an assistant's message is continued where that ends.
-
-    Raises:
-        ValueError: the template fails, leaves its sandbox, or takes more than any prompt needs.
+    A plain string is tokenized with the tokenizer's own special tokens. A message list goes through the chat template,
+    which writes its own, with the generation prompt added; one that ends with an assistant's message is continued
+    where that ends. ValueError where the template fails, leaves its sandbox, or takes more than any prompt needs.
     """
     if isinstance(prompt, str):
         return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
@@ -271,10 +268,7 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where a completion ends: the tokenizer's EOS and every EOS of the model's generation config.
-
-    Both, because Qwen's base and chat models name different ones in the two places.
-    """
+    """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
     configured = None if generation is None else generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]

@@ -87,18 +87,11 @@ class ThinkingBudget:
 
     @classmethod
     def for_tokenizer(
-        cls,
-        tokenizer: Any,
-        budget: int,
-        *,
-        max_completion_length: int,
-        eos_ids: Collection[int] | None = None,
-        text: str | None = None,
+        cls, tokenizer: Any, budget: int, *, max_completion_length: int, eos_ids: Collection[int] = (), text: Any = None
     ) -> ThinkingBudget:
-        """For a Hugging Face tokenizer; None: its own end-of-text token, and the text of Qwen's documentation."""
+        """For a Hugging Face tokenizer; left out: its own end-of-text token, and the text of Qwen's documentation."""
         stop_ids = tuple(tokenizer(QWEN3_STOP_TEXT if text is None else text, add_special_tokens=False)["input_ids"])
-        ends = {tokenizer.eos_token_id} if eos_ids is None else set(eos_ids)
-        return cls(budget, stop_ids, max_completion_length, ends, tokenizer.decode)
+        return cls(budget, stop_ids, max_completion_length, {*eos_ids} or {tokenizer.eos_token_id}, tokenizer.decode)
 
     @property
     def answer_room(self) -> int:

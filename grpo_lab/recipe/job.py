@@ -38,7 +38,6 @@ from grpo_lab.recipe.sections import (
     RewardSection,
     SamplingSettings,
 )
-from grpo_lab.registry import working_folder_on_path
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 from grpo_lab.trainer.arguments import given
 
@@ -169,9 +168,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 
 def numbers_read(recipe: Recipe) -> Recipe:
-    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
-    from grpo_lab.trainer.settings.gone import GONE
-    from grpo_lab.trainer.settings.knobs import kinds_of
+    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, which reads the small mappings."""
+    from grpo_lab.trainer.settings.limits import GONE
     from grpo_lab.trainer.settings.parse import LabSettings
 
     known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}
@@ -180,10 +178,6 @@ def numbers_read(recipe: Recipe) -> Recipe:
     for name in set(arguments) & set(hints_of(LabConfig)):
         if arguments[name] is True and name in LabSettings.__dataclass_fields__:
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
-    working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
-    for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = typed(arguments[name], kind, name)
     return dataclasses.replace(recipe, arguments=arguments)
 
 

@@ -73,17 +73,15 @@ How = Keep | Contrast | Shortest | Shorter
 def select(samples: Sequence[Sampled], how: How) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Rows or pairs, and what was counted."""
     if isinstance(how, Keep):
-        rows, counts = right_answers(
+        return right_answers(
             list(samples),
             per_problem=how.per_problem,
             same=_SAME[how.distinct],
             sound=calculates_right if how.right_calculations else None,
             gold=GOLD if how.gold else None,
         )
-        return rows, counts.facts()
     if isinstance(how, Contrast):
-        rows, counts = contrast_pairs(list(samples), per_problem=how.per_problem, same=_SAME[how.distinct])
-        return rows, counts.facts()
+        return contrast_pairs(list(samples), per_problem=how.per_problem, same=_SAME[how.distinct])
     if isinstance(how, Shortest):
         return shortest_correct(samples), {}
     most = how.pairs_per_problem

@@ -75,9 +75,7 @@ class EngineOptions:
         kv_cache_gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
         block_size = CPU_PAGE_TOKENS if self.block_size is None and on_cpu else self.block_size
         if on_cpu and block_size is not None and block_size % CPU_PAGE_TOKENS:
-            raise ValueError(
-                f"engine option block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}"
-            )
+            raise ValueError(f"engine block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}")
         arguments = {
             "enable_prefix_caching": self.prefix_caching,
             "dtype": str(trainer_dtype).removeprefix("torch.") if of_trainer else self.dtype,
@@ -103,7 +101,7 @@ def engine_environment() -> Iterator[None]:
     """
     import torch
 
-    before = {name: os.environ.get(name) for name in _PUT_BACK}
+    before = {name: os.environ[name] for name in _PUT_BACK if name in os.environ}
     set_num_threads = torch.set_num_threads
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -113,11 +111,9 @@ def engine_environment() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads = set_num_threads
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _PUT_BACK:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def runs_on_cpu() -> bool:
@@ -150,9 +146,8 @@ def engine_factory(
             supported = CPUAttentionBackend.get_supported_head_sizes()
             if size not in supported:
                 raise ValueError(
-                    f"vLLM on a CPU has no attention kernel for heads of size {size} (hidden_size / "
-                    f"num_attention_heads, or head_dim); it has {supported}. Use use_vllm: false, or a model with such "
-                    "heads"
+                    f"vLLM on a CPU has no attention kernel for heads of size {size} (hidden_size / num_attention_heads"
+                    f", or head_dim); it has {supported}. Use use_vllm: false, or a model with such heads"
                 )
         return GroupedEngine(llm)
 

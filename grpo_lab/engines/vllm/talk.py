@@ -76,8 +76,7 @@ def wait_until_ready(
 ) -> None:
     """Wait for `GET /health`. ServerGone after `timeout` seconds (of `setting`), or at once where `process` ended.
 
-    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is
-    refused twice.
+    `token` is read anew each time, since a server that is started again may make another; TokenRefused at the second.
     """
     start = time.monotonic()
     refused = 0
@@ -252,8 +251,7 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """The result of `call`, a request to a server; its own exception likewise.
 
-    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, or asleep. `call`
-    then goes on in a thread until its own limit, and its result is dropped.
+    ServerGone where the server showed no sign of work for `silence` seconds; `call` goes on in its thread, for nobody.
     """
     answer: Future[Any] = Future()
 

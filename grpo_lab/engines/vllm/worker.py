@@ -17,21 +17,24 @@ import hashlib
 import itertools
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_lab.engines.vllm.token import own_folder
-from grpo_lab.engines.weights.sync import WeightSyncError, clear_cache, load_into_runner
+from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError, clear_cache, load_into_runner
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "grpo-lab-weights-"
 SHARD_BYTES = 2 * 1024**3
 
+#: (path, body) -> parsed JSON: the caller's HTTP client, with its time limits and retries
+Post = Callable[[str, Mapping[str, Any]], Any]
 
-def write_shards(named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+
+def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Write a stream of tensors as shard-00000.safetensors, ... -> number of tensors. Each tensor is copied."""
     from safetensors.torch import save_file
 
@@ -66,9 +69,7 @@ def trusted_folder(name: str) -> Path:
     return folder
 
 
-def worker_reports(
-    post: Callable[[str, Mapping[str, Any]], Any], method: str, **arguments: Any
-) -> list[dict[str, Any]]:
+def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, Any]]:
     """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where one of them has none."""
     answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = answer.get("results") or []
@@ -84,12 +85,9 @@ def worker_reports(
 
 
 class WeightCourier:
-    """Brings the trainer's weights to a server whose workers are `WeightLoading`.
+    """Brings the trainer's weights to a server whose workers are `WeightLoading`."""
 
-    `post(path, body) -> parsed JSON` is the caller's HTTP client, with its time limits and retries.
-    """
-
-    def __init__(self, post: Callable[[str, Mapping[str, Any]], Any]) -> None:
+    def __init__(self, post: Post) -> None:
         self._post = post
         self._call = functools.partial(worker_reports, post)
         self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
@@ -106,7 +104,7 @@ class WeightCourier:
                 "run on one machine, and in one container"
             )
 
-    def push(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    def push(self, named_params: NamedTensors) -> list[dict[str, Any]]:
         """Load a full stream of parameters into every worker of the server -> the workers' reports.
 
         Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
@@ -147,7 +145,7 @@ class WeightCourier:
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
 
-    def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:
         """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)

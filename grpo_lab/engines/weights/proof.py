@@ -21,7 +21,7 @@ so `prove_sync` compares them too, to the last bit, wherever they can be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,14 @@ from torch import nn
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import of_engine
-from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, engine_tensors, fused_parts, trainer_names
+from grpo_lab.engines.weights.sync import (
+    NamedTensors,
+    WeightSyncError,
+    engine_model,
+    engine_tensors,
+    fused_parts,
+    trainer_names,
+)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -127,9 +134,7 @@ def forward_logprobs(
     return picked
 
 
-def differing_tensors(
-    engine_model: nn.Module, named_params: Iterable[tuple[str, torch.Tensor]]
-) -> list[TensorDifference]:
+def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> list[TensorDifference]:
     """Tensors in which the engine differs from the trainer by as much as one bit of its dtype, largest first.
 
     The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly; a tied head
@@ -174,7 +179,7 @@ def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping
 def prove_sync(
     llm: Any,
     model: nn.Module,
-    named_params: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    named_params: Callable[[], NamedTensors],
     prompt_ids: Sequence[Sequence[int]],
     *,
     tolerance: float,

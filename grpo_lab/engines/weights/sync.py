@@ -31,6 +31,9 @@ from torch.nn.functional import one_hot
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PROBE_ROWS = 512
 
+#: (name, full tensor), LoRA merged, names as in the checkpoint: TRL's `VLLMGeneration._iter_named_params()`
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Engine's fused module name -> trainer's module names, in the order of their rows; the model's own word counts."""
@@ -95,10 +98,8 @@ def needs_repair(llm: Any) -> bool:
     return any(is_packed(module) for module in engine_model(llm).modules())
 
 
-def push_weights(llm: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> int:
+def push_weights(llm: Any, named_params: NamedTensors) -> int:
     """Load the trainer's parameters into a packed engine in this process -> number of tensors.
-
-    `named_params`: (name, full tensor), LoRA merged, names as in the checkpoint (TRL's `_iter_named_params()`).
 
     Raises WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights could
     not be dropped.
@@ -112,7 +113,7 @@ def push_weights(llm: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> 
     return tensors
 
 
-def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> int:
+def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
     """`push_weights` for the model runner itself: also what a server's worker calls."""
     model = runner.get_model()
     brought: dict[str, str] = {}
@@ -162,9 +163,7 @@ def put_back(model: nn.Module, runner: Any) -> None:
     finalize_layerwise_reload(model, runner.model_config)
 
 
-def copied(
-    named_params: Iterable[tuple[str, torch.Tensor]], brought: dict[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def copied(named_params: NamedTensors, brought: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
     for name, tensor in named_params:
         brought[name] = str(list(tensor.shape))

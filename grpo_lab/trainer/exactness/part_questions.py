@@ -3,22 +3,22 @@
 The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
 a row depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in
 pairs, in reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since
-what it answers may follow a schedule. Asking leaves no trace (``StateWatch``): random states and the part's own state
-are put back, and a part that touched either is one whose value depends on how often it is called.
+what it answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one
+whose value depends on how often it is called.
 
 What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import random
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -26,13 +26,8 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective, is_ours
-from grpo_lab.trainer.exactness.loss_proof import (
-    TokenLoss,
-    is_sum_over_rows,
-    toy_batch,
-    vanishes_without_advantage,
-    wide_toy_batch,
-)
+from grpo_lab.trainer.exactness import loss_proof
+from grpo_lab.trainer.exactness.loss_proof import TokenLoss
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
@@ -41,24 +36,12 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: state larger than this is a table, not a memory; not looked at
 MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3
 #: what a trainer remembers by itself when a hook logs or says something
 OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
 #: objects of these packages are not looked into
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "trl",
-    "accelerate",
-    "datasets",
-    "peft",
-    "numpy",
-    "grpo_lab",
-    "builtins",
-    "logging",
-)
+LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "grpo_lab", "builtins", "logging"
 
 
 class StateWatch:
@@ -75,18 +58,19 @@ class StateWatch:
 
     def __enter__(self) -> StateWatch:
         self._random = _random_states()
-        self._places = list(
-            {id(place): (place, names) for p in self.parts for place, names in _places(p, DEPTH, set())}.values()
-        )
-        self._before = [copy.deepcopy(_plain_of(place, names)) for place, names in self._places]
+        places = {id(place): (place, names) for p in self.parts for place, names in _places(p, DEPTH, set())}
+        self._before = [(*one, copy.deepcopy(_plain_of(*one))) for one in places.values()]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        after = _random_states()
-        if not _equal(after, self._random):
+        if not _equal(_random_states(), self._random):
             self.touched = "it draws random numbers"
-            _set_random_states(self._random)
-        for (place, names), before in zip(self._places, self._before, strict=True):
+            torch.set_rng_state(self._random[0])
+            if self._random[1]:
+                torch.cuda.set_rng_state_all(self._random[1])
+            random.setstate(self._random[2])
+            numpy.random.set_state(self._random[3])
+        for place, names, before in self._before:
             now = _plain_of(place, names)
             for name in now.keys() | before.keys():
                 if name not in before:
@@ -103,27 +87,18 @@ def _plain_of(place: MutableMapping[str, Any], names: tuple[str, ...] | None) ->
     return {name: _detached(value) for name, value in chosen.items() if name not in OURS and _is_plain(value)}
 
 
-class _Cells(MutableMapping[str, Any]):
+class _Cells(UserDict[str, Any]):
     """The variables of a closure as a mapping."""
 
     def __init__(self, function: FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self.cells = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
+        self.data = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
 
     def __getitem__(self, name: str) -> Any:
-        return self.cells[name].cell_contents
+        return self.data[name].cell_contents
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
-
-    def __len__(self) -> int:
-        return len(self.cells)
+        self.data[name].cell_contents = value
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
@@ -157,7 +132,7 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
         return depth > 0 and len(value) <= MOST_ITEMS and all(_is_plain(item, depth - 1) for item in inner)
-    return isinstance(value, (*PLAIN, random.Random))
+    return isinstance(value, (bool, int, float, complex, str, bytes, type(None), random.Random))
 
 
 def _detached(value: Any) -> Any:
@@ -209,25 +184,14 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
-def _set_random_states(states: list[Any]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    random.setstate(states[2])
-    numpy.random.set_state(states[3])
-
-
 #: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
 PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
 FURTHER_PADDING = 3
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Args:
-    stock: why TRL's batches must stay, or ``None``.
-    pull: what has a loss or a gradient where a row's advantage is 0; "" where nothing has.
-    """
+class Answers(NamedTuple):
+    """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
+    advantage is 0; "" where nothing has."""
 
     stock: str | None
     pull: str
@@ -244,64 +208,45 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names, per_token = " and ".join(parts), " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
-    with left_as_it_was(trainer) as watch:
-        stock = None
+    hook, stock = [trainer.token_loss] if trainer.team_overrides_token_loss else [], None
+    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
             stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
-            quiet = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
-            pull = "" if quiet else per_token
-            args = trainer.args
-            several = args.gradient_accumulation_steps > args.steps_per_generation
-            if stock is None and not objective.local_denominator and not is_sum_over_rows(objective, several):
-                average = name_of(objective.aggregate)
-                stock = (
-                    f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share "
-                    "micro-batches"
-                )
-            elif stock is not None:
+            silent = loss_proof.vanishes_without_advantage
+            pull = "" if objective.kl_in_loss is not None or silent(trainer.token_loss, objective) else per_token
+            several = trainer.args.gradient_accumulation_steps > trainer.args.steps_per_generation
+            if stock is not None:
                 stock = f"{per_token}: {stock}"
+            elif not objective.local_denominator and not loss_proof.is_sum_over_rows(objective, several):
+                average = f"the aggregation `{name_of(objective.aggregate)}` is no sum over rows"
+                stock = f"{average}, so its value depends on how rows share micro-batches"
         except Exception as error:
             if not parts:
                 raise
             stock, pull = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", per_token
-    if parts and watch.touched:
+    if not parts:
+        return Answers(stock, pull)
+    if watch.touched:
         stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
-    return _on_every_rank(trainer, Answers(stock, pull), per_token) if parts else Answers(stock, pull)
-
-
-@contextlib.contextmanager
-def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
-    """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
-    objective = trainer.algorithm.objective
-    assert objective is not None
-    hook = [trainer.token_loss] if trainer.team_overrides_token_loss else []
-    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
-        yield watch
+    flags = torch.tensor([[stock is None, pull == ""]], device=trainer.accelerator.device)
+    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest of all ranks: they must not part
+    if not free and stock is None:
+        stock = "a part depends on the batch on another rank"
+    return Answers(stock, "" if quiet else per_token)
 
 
 def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
     """In words: what of a team's makes the loss of a token, and what averages it."""
-    found, average = [], f"the aggregation `{name_of(objective.aggregate)}`"
-    if trainer.team_overrides_token_loss:
-        found.append(f"`{teams(trainer, 'token_loss')}`")
+    found = [f"`{teams(trainer, 'token_loss')}`"] if trainer.team_overrides_token_loss else []
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
-    return found, [] if is_ours(objective.aggregate) else [average]
-
-
-def _on_every_rank(trainer: StepPort, mine: Answers, per_token: str) -> Answers:
-    """The strictest answer of all ranks: they must not part."""
-    flags = torch.tensor([[mine.stock is None, mine.pull == ""]], device=trainer.accelerator.device)
-    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()
-    stock = mine.stock if free or mine.stock is not None else "a part depends on the batch on another rank"
-    return Answers(stock, "" if quiet else per_token)
+    return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]
 
 
 def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
-    for whole in (toy_batch(objective), wide_toy_batch(objective)):
+    for whole in (loss_proof.toy_batch(objective), loss_proof.wide_toy_batch(objective)):
         loss, gradient = _asked(token_loss, whole)
-        again = _asked(token_loss, whole)
-        if not (torch.equal(loss, again[0]) and torch.equal(gradient, again[1])):
+        if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
             return "asked twice, it gives two answers"
         rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
         padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
@@ -309,13 +254,11 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
             return "its value depends on how wide a batch is padded"
         for part in (*PARTS, rows[::-1]):
             longest = int(whole.mask[list(part)].sum(1).max())
-            found = _asked(token_loss, cut(whole, part, longest))
             expected = loss[list(part), :longest], gradient[list(part), :longest]
-            if not _alike(expected, found):
+            if not _alike(expected, _asked(token_loss, cut(whole, part, longest))):
                 return "the loss of a row depends on the other rows of its batch, or on its width"
-        quiet = (torch.arange(len(rows)) % 2 == 0).unsqueeze(1)
-        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(quiet, 0.0)))
-        loud = ~quiet.squeeze(1)
+        loud = torch.arange(len(rows)) % 2 == 1
+        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(~loud.unsqueeze(1), 0.0)))
         if not _alike((loss[loud], gradient[loud]), (muted[0][loud], muted[1][loud])):
             return "the loss of a row depends on the advantages of others"
     return None
@@ -356,7 +299,6 @@ def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> boo
     """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
     for one, other in zip(expected, found, strict=True):
         size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
-        tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
-        if not bool(((one - other).abs() <= tolerance * size).all()):
+        if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():
             return False
     return True

@@ -24,7 +24,7 @@ from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.settings.rollout import RolloutSettings
+from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
 if TYPE_CHECKING:

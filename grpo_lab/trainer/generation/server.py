@@ -33,7 +33,7 @@ from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_model, read_to_end
 from grpo_lab.trainer.resume.stop import kept
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:

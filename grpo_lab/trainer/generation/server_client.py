@@ -28,7 +28,7 @@ from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tok
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 
 logger = logging.getLogger("grpo_lab")
 

@@ -21,7 +21,7 @@ from grpo_lab.trainer.trl_bridge import replaced
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    from grpo_lab.trainer.settings.rollout import RolloutSettings
+    from grpo_lab.trainer.settings.parse import RolloutSettings
 
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
+from grpo_lab.trainer.trl_bridge.values import inside
 
 
 def completion_log_probs(
@@ -26,41 +27,42 @@ def completion_log_probs(
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
     (−100 = not scored, 0 there) by TRL's fused LM head.
 
-    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL
-    feeds left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it
-    would have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal
-    model cannot look, so there is no ``attention_mask`` (but for a hole in a row) and the kernels take their causal
-    path.
+    Position t scores token t + 1, at the trainer's sampling temperature. TRL feeds left-padded rows without positions,
+    so a row's rotary angles depend on its padding; the ``position_ids`` that it would have had make the same numbers
+    from a differently padded row. Rows are padded on the right, where a causal model cannot look, so there is no
+    ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
 
     On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with
     Triton it picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not
     under ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
     """
-    inputs = {"input_ids": input_ids, "position_ids": position_ids}
-    if attention_mask is not None:
-        inputs["attention_mask"] = attention_mask
+    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
     if input_ids.device.type != "cpu" or is_compiled(trainer, model):
         with trainer.accelerator.autocast():
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
+
+    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return output
+
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     scored = following != -100
     places = scored.flatten().nonzero().squeeze(1)
     chosen = following.flatten()[places].unsqueeze(0)
-    with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
+    with trainer.accelerator.autocast(), backbone(trainer, model).register_forward_hook(pick):
         output = model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
     def spread(values: Tensor) -> Tensor:
-        flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
-        return flat.view_as(scored)[:, :-1]
+        return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where
-    asked for."""
-    found: tuple[Any, Any, Any] = trainer._get_per_token_logps_and_entropies(
+    """TRL's own forward on padded rows: the completions' log-probs ``[B, T]``; entropies, router's loss if asked."""
+    return trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
         torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
@@ -68,39 +70,17 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
         **options,
         **{name: rows.get(name) for name in MULTIMODAL_FIELDS},
     )
-    return found
 
 
 def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
     """Whether ``model`` or the layers below its head run through ``torch.compile``."""
-    inner = trainer.accelerator.unwrap_model(model)
-    modules = (inner, backbone(trainer, model))
+    modules = (trainer.accelerator.unwrap_model(model), backbone(trainer, model))
     return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
 
 
 def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
     """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
-    inner: Any = trainer.accelerator.unwrap_model(model)
-    if hasattr(inner, "get_base_model"):  # PEFT
-        inner = inner.get_base_model()
-    found: torch.nn.Module = inner.base_model
-    return found
-
-
-@contextlib.contextmanager
-def _states_at(layers: torch.nn.Module, places: Tensor) -> Iterator[None]:
-    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B ×
-    L]``."""
-
-    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        return output
-
-    hook = layers.register_forward_hook(pick)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return inside(trainer.accelerator.unwrap_model(model)).base_model
 
 
 @contextlib.contextmanager
@@ -109,16 +89,10 @@ def forwards_replaced(
 ) -> Iterator[list[str]]:
     """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
 
-    Args:
-        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows
-            the rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where
-            needed.
-
-    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an
-    adapter context, which is how they are told apart: TRL asks for the policy once, and before the reference.
-    Multimodal forwards stay TRL's.
-
-    Yields a list that holds ``"policy"`` once its forward was left out.
+    ``without_policy``: the policy's (old log-probs), which TRL asks for before it knows the rewards, over all rows, is
+    not run and TRL gets zeros: the caller drops what TRL made of them. Forwards of the reference are always answered;
+    with PEFT they run through the same model object, but TRL asks for the policy once, and before. Multimodal forwards
+    stay TRL's. Yields a list that holds ``"policy"`` once its forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
     left_out: list[str] = []
@@ -140,8 +114,7 @@ def forwards_replaced(
 
 @contextlib.contextmanager
 def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
-    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]``
-    (None: as is)."""
+    """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
         yield
         return
@@ -149,17 +122,13 @@ def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor |
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
-    try:
+    with trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True):
         yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
 def without_autocast(trainer: Any) -> Iterator[None]:
-    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no
-    change)."""
+    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
     plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
     with contextlib.ExitStack() as stack:
@@ -171,18 +140,12 @@ def without_autocast(trainer: Any) -> Iterator[None]:
 
 def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
-    manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(
-        trainer.model, trainer.args.gradient_checkpointing_kwargs
-    )
-    return manager
+    return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
 
 
 def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
-    """``(misaligned, corrected)``: why TRL would run the policy once more at generation.
-
-    ``misaligned``: completions outlive an optimizer step, so log-probs at generation differ from those in training.
-    ``corrected``: the sampler correction wants them.
-    """
+    """``(misaligned, corrected)``: why TRL would run the policy once more at generation: completions outlive an
+    optimizer step, so that log-probs differ from those in training; the sampler correction wants them."""
     generate_every = trainer.args.steps_per_generation * trainer.num_iterations
     misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
     return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)

@@ -1,17 +1,18 @@
-"""Backwards as HF's loop, accelerate and DeepSpeed want them; TRL's reference, a model or the adapter ``ref``; TRL's
-logs put right."""
+"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference; TRL's logs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as torchs
 
 from grpo_lab.trainer.trl_bridge.names import replaced
 from grpo_lab.trainer.trl_bridge.values import without_critic
@@ -22,8 +23,7 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
 
     DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary).
     """
-    stack = contextlib.ExitStack()
-    state = trainer.accelerator.gradient_state
+    stack, state = contextlib.ExitStack(), trainer.accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
     state._set_sync_gradients(False)
     if trainer.accelerator.distributed_type != "DEEPSPEED":
@@ -48,38 +48,37 @@ def put_aside(trainer: Any) -> Tensor:
     accelerator = trainer.accelerator
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
-        before = vars(accelerator).get("backward")  # usually none: it is a method
-
-        def once(loss: Tensor, **_: Any) -> None:
-            del accelerator.backward
-            if before is not None:
-                accelerator.backward = before
-
-        accelerator.backward = once
+        _leave_out_next(accelerator, "backward", lambda: None)
     return nothing.clone()  # a loss has a grad_fn
 
 
+def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
+    """The next call of ``owner.method`` is ``instead()``, and the method as it was afterwards."""
+    before = vars(owner).get(method)  # usually none: it is the class's
+
+    def once(*_: Any, **__: Any) -> None:
+        delattr(owner, method)
+        if before is not None:
+            setattr(owner, method, before)
+        instead()
+
+    setattr(owner, method, once)
+
+
 def leave_out_step(optimizer: Any) -> None:
-    """HF's next ``optimizer.step()`` does nothing and counts as skipped: accelerate says so, and HF leaves the schedule
-    as it is.
+    """The next ``step()`` of ``optimizer`` (accelerate's wrapper) does nothing and counts as skipped, so that HF leaves
+    the schedule as it is.
 
     Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
     the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
-
-    Args:
-        optimizer: accelerate's wrapper.
     """
-    before = vars(optimizer).get("step")  # usually none: it is a method
 
-    def nothing(*_: Any, **__: Any) -> None:
-        del optimizer.step
-        if before is not None:
-            optimizer.step = before
+    def nothing() -> None:
         if optimizer.scaler is not None:
             optimizer.scaler.update()
         optimizer._is_overflow = True
 
-    optimizer.step = nothing
+    _leave_out_next(optimizer, "step", nothing)
 
 
 def step_was_taken(optimizer: Any) -> None:
@@ -89,8 +88,7 @@ def step_was_taken(optimizer: Any) -> None:
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Whether a gradient that is not finite may be fp16's scaling: a scaler leaves such a step out and halves its
-    scale, down to 1."""
+    """Whether a gradient that is not finite may be fp16's scaling, which leaves such steps out and halves down to 1."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 
@@ -100,8 +98,8 @@ def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
 
     With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
-    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself
-    and does not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
+    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference itself and does
+    not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
     """
     from trl.trainer import grpo_trainer
 
@@ -122,11 +120,8 @@ def reference_model_in_full() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_cpu(args: Any) -> Iterator[None]:
-    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0".
-
-    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no
-    "cpu:0" there.
-    """
+    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0": with several processes transformers 5.17
+    loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
     if args.device.type != "cpu":
         yield
         return
@@ -140,38 +135,29 @@ REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are
-    sharded.
-
-    Raises:
-        ValueError: there is no reference that could move, or it is built otherwise than the policy.
-    """
+    sharded. ValueError: there is no reference that could move, or it is built otherwise than the policy."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.ref_model is None:
-        return _of_adapters(policy)
+        if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
+            raise ValueError(
+                "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
+                "reference is the base model with the adapter off, which cannot move: give the trainer a model that "
+                "has its adapter already (`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave "
+                "`reference_every` out"
+            )
+        values = dict(policy.named_parameters())
+        own, copied = f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}."
+        names = {name.replace(own, copied): name for name in values if own in name}
+        return {copy: (values[copy], values[name]) for copy, name in names.items()}
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     ours = [*reference.named_parameters(), *reference.named_buffers()]
     theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
     if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
         raise ValueError(
-            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: "
-            "a copy of the one "
-            "is not the other (`reference_every`, `sync_ref_model`)"
+            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: a "
+            "copy of the one is not the other (`reference_every`, `sync_ref_model`)"
         )
     return {name: (value, source) for (name, value), (_, source) in zip(ours, theirs, strict=True)}
-
-
-def _of_adapters(policy: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
-        raise ValueError(
-            "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
-            "reference is the base "
-            "model with the adapter off, which cannot move: give the trainer a model that has its adapter already "
-            "(`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave `reference_every` out"
-        )
-    values = dict(policy.named_parameters())
-    own = [name for name in values if f".{POLICY_ADAPTER}." in name]
-    names = {name: name.replace(f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}.") for name in own}
-    return {names[name]: (values[names[name]], values[name]) for name in own}
 
 
 def copy_to_reference(trainer: Any) -> None:
@@ -185,11 +171,9 @@ def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
     """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
 
     PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either
-    the adapters in folders or the one beside them: the copy alone, so that the policy would start again where it began,
-    with a warm optimizer.
+    the adapters in folders or the one beside them: the copy alone, so that the policy would start where it began.
     """
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    saved = Path(checkpoint)
+    policy, saved = trainer.accelerator.unwrap_model(trainer.model), Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
         return
     if any((saved / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
@@ -209,35 +193,22 @@ def whole_by_names(trainer: Any) -> str | None:
 
 #: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean",
-    "sampling/importance_sampling_ratio/max",
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *(f"sampling/importance_sampling_ratio/{what}" for what in ("min", "mean", "max")),
 )
 
 
 def forget_sampling_metrics(trainer: Any, mode: str) -> None:
     """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
     seen = trainer._metrics[mode]
-    for name in SAMPLING_METRICS:
-        if name in seen:
-            seen[name].pop()
-            if not seen[name]:
-                del seen[name]
-
-
-def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
-    """Put the advantages in force where TRL keeps those of its own for the completions table."""
-    logged = trainer._logs["advantages"]
-    for _ in range(min(len(logged), advantages.size(0))):
-        logged.pop()
-    logged.extend(advantages.tolist())
+    for name in [name for name in SAMPLING_METRICS if name in seen]:
+        seen[name].pop()
+        if not seen[name]:
+            del seen[name]
 
 
 def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
-    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left
-    out."""
+    """The last ``count`` rows of TRL's completions table by column; without columns that not every row has."""
     logged = trainer._logs
     columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
     columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
@@ -252,3 +223,52 @@ def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
         for _ in range(min(len(logged), len(rows))):
             logged.pop()
         logged.extend(rows)
+
+
+def _is_fsdp2(trainer: Any) -> bool:
+    return bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
+
+
+@contextlib.contextmanager
+def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
+    """While a checkpoint is written torch makes up no moments.
+
+    Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
+    every step, an expert without tokens. torch 2.13 makes them up when it saves an FSDP2 optimizer that has none at all
+    (by a step with zero gradients, counted in AdamW's bias correction, in the running training, too), and refuses the
+    checkpoint that lacks some. So a checkpoint names them; those alone may be missing, and are again after the load.
+    """
+    if not _is_fsdp2(trainer):
+        yield
+        return
+    with replaced(torchs, "_init_optim_state", lambda optimizer: None):
+        yield
+
+
+def without_moments(trainer: Any) -> dict[str, Any] | None:
+    """The optimizer's weights for which it holds nothing, alike on every rank; None where torch asks for none."""
+    if not _is_fsdp2(trainer):
+        return None
+    optimizer = trainer.optimizer
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, p in trainer.model.named_parameters() if id(p) in own and not optimizer.state.get(p)]
+    return {"without_moments": missing} if missing else None
+
+
+@contextlib.contextmanager
+def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
+    """Inside the block a checkpoint's optimizer is loaded; the weights ``named`` in it have no moments afterwards."""
+    if not named or not _is_fsdp2(trainer):
+        yield
+        return
+    split = torchs._split_optim_state_dict
+
+    def lenient(model: Any, optimizer: Any, state: Any, info: Any) -> Any:
+        lacking = {name for group in state["param_groups"] for name in group["params"]} - set(state["state"])
+        return split(model, optimizer, state, dataclasses.replace(info, strict=not lacking <= named))
+
+    with replaced(torchs, "_split_optim_state_dict", lenient):
+        yield
+    for name, parameter in trainer.model.named_parameters():
+        if name in named:
+            trainer.optimizer.state.pop(parameter, None)
