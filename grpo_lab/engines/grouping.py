@@ -1,12 +1,11 @@
 """Rows of a batch -> one request with `n = G` per prompt.
 
-TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` stands in front of
-the engine, folds neighbouring equal prompts into one request, and hands the answers back row by row, so that the caller
-does not see the difference.
+TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` folds neighbouring
+equal prompts into one request, and hands the answers back row by row.
 
-With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Without
-it vLLM 0.31 computes the prompt for each of the n samples, folded or not. Pages are shared whole, so a prompt of L
-tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt tokens per group, not  G * L.
+With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Pages
+are shared whole, so a prompt of L tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt
+tokens per group, not  G * L.
 """
 
 from __future__ import annotations

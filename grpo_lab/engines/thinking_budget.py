@@ -136,7 +136,7 @@ def budgeted_generate(
     nothing = Completion([], ended=False, logprobs=[])
     first = [nothing] * len(prompts)
     if settings.budget > 0 and (prompts or in_step):
-        first = _checked(generate(prompts, settings.budget), len(prompts), settings.budget)
+        first = _checked(generate(prompts, settings.budget), settings.budget)
     stop = list(settings.stop_ids)
     inserted = [stop if settings.must_cut(p, one.ids) else [] for p, one in zip(prompts, first, strict=True)]
     kept = [one.ids + text for one, text in zip(first, inserted, strict=True)]
@@ -146,7 +146,7 @@ def budgeted_generate(
         rows = [row for row in going_on if settings.max_completion_length - len(kept[row]) == room]
         if rows or in_step:
             found = generate([prompts[row] + kept[row] for row in rows], room)
-            tails.update(zip(rows, _checked(found, len(rows), room), strict=True))
+            tails.update(zip(rows, _checked(found, room), strict=True))
     return [_joined(one, text, tails[row]) for row, (one, text) in enumerate(zip(first, inserted, strict=True))]
 
 
@@ -158,10 +158,8 @@ def _joined(head: Completion, inserted: list[int], tail: Completion) -> Budgeted
     return BudgetedCompletion(head.ids + inserted + tail.ids, logprobs, mask)
 
 
-def _checked(found: list[Completion], rows: int, limit: int) -> list[Completion]:
-    """ValueError where an engine answers with another number of rows or tokens than it was asked for."""
-    if len(found) != rows:
-        raise ValueError(f"the engine returned {len(found)} completions for {rows} prompts")
+def _checked(found: list[Completion], limit: int) -> list[Completion]:
+    """ValueError where an engine answers with another number of tokens than it was asked for."""
     for row, one in enumerate(found):
         if len(one.ids) > limit:
             raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")

@@ -42,7 +42,7 @@ from starlette.websockets import WebSocketClose
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, plain
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, LOCAL_NAMES, VARIABLE, plain
 
 MAX_BYTES = 256 * 1024**2
 #: seconds between two parts of a body
@@ -51,8 +51,6 @@ BODY_PAUSE = 60.0
 HEAD_WITHIN = 10.0
 #: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
 MOST_WAITING = 4096
-#: 0.0.0.0: how TRL calls this machine where no address is set
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 #: what a trainer, TRL's client and the person who runs the server use; everything else is closed
 ROUTES: dict[str, str] = {

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import platform
 import secrets
@@ -32,6 +31,8 @@ from urllib.parse import urlparse
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: what else a server's guard reads from its environment
 HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
+#: names of this machine for itself; 0.0.0.0: how TRL calls it where no address is set
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 #: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
 SHORTEST = 20
 
@@ -76,12 +77,7 @@ def default_file(base_url: str) -> Path:
     """The file of the server at an address; addresses of this machine alone count as one, and belong to its name."""
     url = urlparse(base_url)
     host = url.hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-        local = address.is_loopback or address.is_unspecified
-    except ValueError:
-        local = host == "localhost"
-    name = f"local-{platform.node()}" if local else host.replace(":", "-")
+    name = f"local-{platform.node()}" if host in LOCAL_NAMES else host.replace(":", "-")
     return tokens_folder() / f"{name}-{url.port or 80}.token"
 
 

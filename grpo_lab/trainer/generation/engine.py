@@ -93,10 +93,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
 
 class SyncProof(TrainerCallback):  # type: ignore[misc]
-    """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps.
-
-    Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap.
-    """
+    """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
@@ -168,8 +165,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
             self._warn(
                 f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): "
-                "in between, completions of stale weights would be trained on; up to "
-                f"{MANY_STEPS} is usual, 50 the default",
+                f"in between, completions of stale weights would be trained on; up to {MANY_STEPS} is usual",
                 "proof off",
             )
 

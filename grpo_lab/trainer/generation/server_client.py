@@ -23,7 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION
-from grpo_lab.engines.vllm.token import Bearer, of_trainer, token_of
+from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_of
 from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
@@ -34,7 +34,6 @@ logger = logging.getLogger("grpo_lab")
 
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
-LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
@@ -53,7 +52,7 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
             "the weights go over NCCL, but the server has no weight-transfer engine: start it with `grpo-lab serve`, "
             """or add --weight-transfer-config '{"backend": "nccl"}' to `vllm serve`"""
         )
-    elif way == "shared_memory" and urlparse(url).hostname not in LOOPBACK:
+    elif way == "shared_memory" and urlparse(url).hostname not in LOCAL_NAMES:
         lacks = (
             "the weights go through shared memory, but the server is not on this machine: run it at 127.0.0.1, or "
             "train on a GPU with a server on GPUs"
@@ -155,7 +154,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     @property
     def reads_tensors(self) -> bool:
         """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
-        return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
+        return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
 
     @property
     def context(self) -> int:
@@ -258,7 +257,19 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
     if client.has_worker:
         theirs = worker_reports(client.post, "grpo_lab_describe")[0]
-        found = [*mismatches(ours, ends, theirs), *shape_mismatches(type(base), base.config, theirs["config"])]
+        told = {  # of the tokenizer, the first that differs
+            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's "
+            f"{ours['vocabulary_size']}",
+            "vocabulary": "its vocabulary has other tokens behind the same ids",
+            "encoding": "its tokenizer cuts the same text into other tokens",
+        }
+        found = [sentence for key, sentence in told.items() if theirs[key] != ours[key]][:1]
+        if theirs["end_ids"] != ends:
+            found.append(
+                f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
+                "tokenizer): completions would not end where the trainer takes them to end"
+            )
+        found += shape_mismatches(type(base), base.config, theirs["config"])
         alike = theirs["chat_template"] == ours["chat_template"]
         warning = "its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"
     else:
@@ -274,23 +285,6 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
         )
     if not alike:
         logger.warning(f"the vLLM server at {client.base_url}: {warning}")
-
-
-def mismatches(ours: Mapping[str, Any], ends: list[int], theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about end-of-sequence ids and tokenizer (``describe_tokenizer``)."""
-    found = []
-    if theirs["end_ids"] != ends:
-        found.append(
-            f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
-            "tokenizer): completions would not end where the trainer takes them to end"
-        )
-    if theirs["vocabulary_size"] != ours["vocabulary_size"]:
-        found.append(f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's {ours['vocabulary_size']}")
-    elif theirs["vocabulary"] != ours["vocabulary"]:
-        found.append("its vocabulary has other tokens behind the same ids")
-    elif theirs["encoding"] != ours["encoding"]:
-        found.append("its tokenizer cuts the same text into other tokens")
-    return found
 
 
 def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:

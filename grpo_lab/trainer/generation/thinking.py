@@ -36,10 +36,8 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
     for name, value in taken.items():
         if value:
-            raise ValueError(
-                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its"
-                " own; leave one of them out"
-            )
+            own = "which makes completions in a way of its own; leave one of them out"
+            raise ValueError(f"`rollout.thinking_budget` does not combine with `{name}`, {own}")
     budget = ThinkingBudget.for_tokenizer(
         trainer._tokenizer,
         settings.thinking_budget,
