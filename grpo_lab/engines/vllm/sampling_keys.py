@@ -1,13 +1,10 @@
 """What each sampling key of an engine would do to a training run: let through, or refused with the reason.
 
 `generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server:
-what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys there change what TRL
-believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where a completion
-ended. Nothing fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and all others
-are refused.
-
-Settings that bend the distribution (top-p, penalties, a grammar, ...) are let through here: whether they are right
-depends on the sampler correction, see `trainer.settings.rollout.check_sampling_correction`.
+what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys change what TRL
+believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where one ended.
+Nothing fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and no other. Those
+that bend the distribution (top-p, penalties, a grammar) pass here: the sampler correction decides about them.
 """
 
 from __future__ import annotations
