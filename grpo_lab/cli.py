@@ -36,8 +36,8 @@ class Command:
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
         options: gets the parser of a command that reads no recipe.
-        read: of a pipeline: a recipe's file and overrides → the recipe; plan: what ``--dry-run`` shows of it;
-            kept: what Ctrl-C left of it, in words.
+        read: of a pipeline: what is written, and a name where it has none → the recipe; plan: what ``--dry-run`` shows
+            of it.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes: whether it takes ``--resume``.
         verbose: whether it takes ``--verbose``, and is quiet without.
@@ -48,7 +48,6 @@ class Command:
     options: str = ""
     read: str = ""
     plan: str = ""
-    kept: str = ""
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
@@ -56,9 +55,8 @@ class Command:
 
 _TRAINING: Any = {
     "run": "pipelines.train:train",
-    "read": "recipe.sections:read_recipe",
+    "read": "recipe.sections:recipe_from",
     "plan": "pipelines.dry_run:plan_of_training",
-    "kept": "pipelines.run_folder:kept",
     "resumes": True,
 }
 COMMANDS = {
@@ -69,33 +67,29 @@ COMMANDS = {
     "curate": Command(
         "choose training rows: pass rates and filters; goes on where it was killed",
         run="pipelines.curate:curate",
-        read="pipelines.curation_recipe:read_curation_recipe",
+        read="pipelines.curate:curation_recipe_from",
         plan="pipelines.curate:plan_of_curation",
-        kept="pipelines.curate:kept",
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
         run="pipelines.long2short:long2short",
-        read="pipelines.long2short_recipe:read_long2short_recipe",
+        read="pipelines.long2short:long2short_recipe_from",
         plan="pipelines.long2short:plan_of_long2short",
-        kept="pipelines.long2short:kept",
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        run="pipelines.run_rounds:run_rounds",
-        read="pipelines.rounds_recipe:read_rounds_recipe",
-        plan="pipelines.run_rounds:plan_of_rounds",
-        kept="pipelines.run_rounds:kept",
+        run="pipelines.rounds:run_rounds",
+        read="pipelines.rounds_recipe:rounds_recipe_from",
+        plan="pipelines.rounds:plan_of_rounds",
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "pipeline": Command(
         "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
         run="pipelines.runner:run_pipeline",
-        read="pipelines.runner:read_pipeline",
+        read="pipelines.runner:pipeline_from",
         plan="pipelines.runner:plan_of_pipeline",
-        kept="pipelines.runner:kept",
         recipes="docs/recipes.md",
     ),
     "evaluate": Command(
@@ -251,18 +245,17 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
     """The command; of a pipeline the recipe, planned (``--dry-run``) or run."""
     if not command.verbose:
         return int(_load(command.run)(known) or 0)
-    from grpo_lab.pipelines.console_noise import quiet
+    from grpo_lab.runs.console import quiet, show
 
     if not command.read:
         with quiet(known.verbose):
             return int(_load(command.run)(known))
-    from grpo_lab.pipelines.in_words import show
-    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, shipped_recipe
+    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, read_yaml, shipped_recipe
 
     if not command.recipes:
         known.config = str(shipped_recipe(QUICKSTART))
         print(f"recipe: {known.config}", flush=True)
-    recipe = _load(command.read)(known.config, parse_overrides(rest))
+    recipe = _load(command.read)(read_yaml(known.config, parse_overrides(rest)), Path(known.config).stem)
     flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
     with quiet(known.verbose):
         if known.dry_run:
@@ -273,16 +266,17 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         except KeyboardInterrupt as stop:
             if hasattr(stop, "what"):
                 raise
-            raise _with_words(lambda: _load(command.kept)(recipe)) from stop
+            raise _with_words(recipe) from stop
     return 0
 
 
-def _with_words(kept: Callable[[], str]) -> KeyboardInterrupt:
+def _with_words(recipe: Any) -> KeyboardInterrupt:
     """Ctrl-C, with what is on disk."""
+    from grpo_lab.runs.folder import kept
     from grpo_lab.runs.stop import StoppedByUser
 
     try:
-        return StoppedByUser(kept())
+        return StoppedByUser(kept(recipe))
     except (ValueError, OSError):
         return StoppedByUser(NOTHING)
 

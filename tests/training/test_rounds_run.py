@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import forked
+from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_rounds import run_rounds
 from grpo_lab.trainer.supervised.preference import implicit_weight, prefer
 from tolerance import log_prob_gap
 from training.curation_rewards import brief
